@@ -264,7 +264,6 @@ class Trainer:
 
         After a failure the run continues with a warning, or if `is_last` RunFailed is raised, as it
         is if weights are not finite: such a checkpoint must not replace earlier ones."""
-
         done, sampler = self.num_updates, self.sampler
         newest = f"checkpoint-{self.saved}" if self.saved else "none"
         if not self.learner.optimizer.has_finite_weights():

@@ -222,6 +222,7 @@ class FakeGradients:
         self.clock, self.done, self.cost = clock, [], FakeStreamCost()
         self.config = Config(model=ModelConfig(path=""), loss=LossConfig(scale_rewards="none"))
         self.skips_zero_advantage, self.learner = False, self
+        self.ranks = SimpleNamespace(world_size=2)
 
     def add(self, rows: list[Row], advantages: np.ndarray) -> Span:
         begin_s = self.clock.perf_counter()
@@ -238,7 +239,7 @@ def streaming(rewards=(1.0, 0.0, 2.0, 2.0), own=None, **rollout):
         Row(*of, logprob=-0.1 * of[-1])
         for of in zip(launch.ids, [(1,)] * 4, [50] * 4, texts, strict=True)
     ]
-    scored = [list(zip(rows, rewards, strict=True))]
+    scored = [list(zip(rows, rewards, strict=False))]
     learner = FakeGradients(Clock())
     for key, value in rollout.items():
         setattr(learner.config.rollout, key, value)
@@ -248,14 +249,8 @@ def streaming(rewards=(1.0, 0.0, 2.0, 2.0), own=None, **rollout):
     return task, learner
 
 
-def tick(task: LocalWork, *others: np.ndarray) -> None:
-    task.receive([task.publish(), *others])
-
-
 def test_gradients_of_complete_groups_come_in_slices():
     task, learner = streaming()
-    assert task.rate == 0.0
-    tick(task, np.full(4, np.nan))
     assert task.rate == pytest.approx(0.5), "two ranks share what is saved"
     while task.rate:
         task.run_slice()
@@ -271,27 +266,24 @@ def test_gradients_of_complete_groups_come_in_slices():
     assert use.expected_s == pytest.approx(0.05) and len(task.view.record.slices) == 2
 
 
-def test_group_waits_for_all_rewards():
+def test_groups_wait_for_all_rewards_on_this_rank():
     task, _ = streaming(rewards=(1.0, np.nan, 2.0, 0.0))
-    tick(task)
-    assert len(task._pieces) == 2, "the second group's"
-    theirs = np.array([np.nan, 0.5, np.nan, np.nan])
-    tick(task, theirs)
-    assert len(task._pieces) == 4
+    assert task.can_begin() and [piece.num_tokens for piece in task._pieces] == [30, 40]
+    task, _ = streaming(rewards=(1.0, 0.0, 2.0))  # the last sample is another rank's
+    assert task.can_begin() and [piece.num_tokens for piece in task._pieces] == [10, 20]
 
 
 def test_gradients_skip_equal_rewards_and_yield_to_own_rows():
     task, learner = streaming(dynamic_sampling_max_batches=4)
-    tick(task)
-    assert [piece.num_tokens for piece in task._pieces] == [10, 20]
+    assert task.can_begin() and [piece.num_tokens for piece in task._pieces] == [10, 20]
     task, learner = streaming(own=rows_of(0))
-    tick(task)
     assert task.rate == 0.0
-    task, learner = streaming(own=rows_of(0))
-    task.config.reward.num_workers = 0
-    assert np.isnan(task.publish()).all(), "scoring would keep the rows waiting"
+    for num_workers in (0, 1):
+        task, learner = streaming(own=rows_of(0))
+        task.view.engine = SimpleNamespace(is_waiting=True, is_idle=False)
+        task.config.reward.num_workers = num_workers
+        assert task.can_begin() == (num_workers > 0), "scoring here would keep the rows waiting"
     task, learner = streaming(free_cache_engine=True)
-    tick(task)
     releases, task.view.engine.release = [], lambda: releases.append(len(learner.done))
     task.run_slice()
     assert releases == [0] and len(learner.done) == 1

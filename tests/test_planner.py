@@ -16,7 +16,7 @@ from bubblespec.planner.drafts import (
     draft_value,
     plan_drafts,
 )
-from bubblespec.planner.place import admission_order, place, place_in_turn, up_to_cutoff
+from bubblespec.planner.place import admission_order, place, up_to_cutoff
 from bubblespec.planner.prices import suggested_prices
 from bubblespec.planner.rows import Rows, acceptance_rates
 from bubblespec.planner.windows import LEVELS, MIN_GAIN, WINDOWS, choose_windows
@@ -38,68 +38,55 @@ from tests.helpers.planning import (
 # Placement
 
 
-@pytest.mark.parametrize("terms", [CPU, GPU])
-@pytest.mark.parametrize("count, num_ranks, num_slots", [(3, 4, 8), (16, 2, 8), (48, 4, 6)])
-def test_placement_is_deterministic_and_beats_round_robin(terms, count, num_ranks, num_slots):
-    cost, shape = cost_of(terms), {"num_ranks": num_ranks, "num_slots": num_slots}
+def slowest_s(rows: Rows, rank_of: np.ndarray, cost: CostModel, num_slots: int) -> float:
     rates = acceptance_rates(NO_COUNTS)
-    for seed in range(5):
-        rng = np.random.default_rng(seed)
-        rows = random_rows(seed, count, 0.3, num_generations=2)
-        drafted = np.where(rng.random(count) < 0.3, np.floor(rows.expected), 0.0)
-        is_whole = drafted > 0
-        expected = np.where(is_whole, drafted, rows.expected)
-        spread = np.where(is_whole, 0.0, rows.spread)
-        rows = replace(rows, drafted=drafted, expected=expected, spread=spread)
-        placed = place(rows, cost, rates, **shape)
-        assert set(placed.tolist()) == set(range(min(count, num_ranks))), "no rank without rows"
+    own = [rows.take(rank_of == rank) for rank in np.unique(rank_of)]
+    return max(rollout_seconds(of_rank, cost, num_slots, rates) for of_rank in own)
 
-        def slowest_s(ranks: np.ndarray, rows: Rows = rows) -> float:
-            own = [rows.take(ranks == rank) for rank in range(num_ranks)]
-            return max(rollout_seconds(of_rank, cost, num_slots, rates) for of_rank in own)
 
-        in_turn = place_in_turn(-(-count // 2), 2, num_ranks)[:count]
-        assert slowest_s(placed) <= (1 + 1e-9) * slowest_s(in_turn)
-        order = rng.permutation(count)
-        np.testing.assert_array_equal(place(rows.take(order), cost, rates, **shape), placed[order])
+def test_placement_is_deterministic_and_beats_round_robin():
+    """On average, as it does not compare: rows by more than whole groups."""
+    shapes, ratios = [(3, 4, 8), (16, 2, 8), (48, 4, 6)], []
+    for terms, (count, num_ranks, num_slots) in itertools.product((CPU, GPU), shapes):
+        cost, seconds = cost_of(terms), np.zeros(3)
+        for seed in range(5):
+            rng = np.random.default_rng(seed)
+            rows = random_rows(seed, count, 0.3, num_generations=2)
+            drafted = np.where(rng.random(count) < 0.3, np.floor(rows.expected), 0.0)
+            is_whole = drafted > 0
+            expected = np.where(is_whole, drafted, rows.expected)
+            spread = np.where(is_whole, 0.0, rows.spread)
+            rows = replace(rows, drafted=drafted, expected=expected, spread=spread)
+            order, placed = rng.permutation(count), [rows.group % num_ranks]
+            for units in (rows.group, np.arange(count)):
+                shape = {"num_ranks": num_ranks, "num_slots": num_slots}
+                shape["keeps_groups"] = units is rows.group
+                placed.append(place(rows, cost, **shape))
+                assert set(placed[-1].tolist()) == set(range(min(len(set(units)), num_ranks)))
+                again = place(rows.take(order), cost, **shape)
+                np.testing.assert_array_equal(again, placed[-1][order])
+            seconds += [slowest_s(rows, rank_of, cost, num_slots) for rank_of in placed]
+        ratios.append(seconds[1:] / seconds[0])
+    whole, split = np.mean(ratios, axis=0)
+    assert split < whole < 0.96
 
 
 def test_short_rows_fill_the_slots_next_to_no_long_row():
     rows, cost = make_rows([60.0] + 12 * [10.0]), cost_of((5e-3, 1e-3, 1e-3, 0.0, 0.0))
-    rates = acceptance_rates(NO_COUNTS)
-
-    def slowest_s(rank_of: np.ndarray) -> float:
-        own = [rows.take(rank_of == rank) for rank in range(2)]
-        return max(rollout_seconds(of_rank, cost, 8, rates) for of_rank in own)
-
     splits = [np.arange(13) > number for number in range(13)]  # of the short rows
-    placed = place(rows, cost, rates, num_ranks=2, num_slots=8)
-    assert slowest_s(placed) == pytest.approx(min(map(slowest_s, splits)))
+    placed = place(rows, cost, num_ranks=2, num_slots=8, keeps_groups=False)
+    best_s = min(slowest_s(rows, split, cost, 8) for split in splits)
+    assert slowest_s(rows, placed, cost, 8) == pytest.approx(best_s)
 
 
 def test_kept_groups_are_spread_over_ranks():
-    rows = random_rows(0, 24, 0.3, num_generations=4)
-    rates, cost = acceptance_rates(NO_COUNTS), cost_of(CPU)
-    placed = place(rows, cost, rates, num_ranks=2, num_slots=64, keeps_groups=True)
+    rows, cost = random_rows(0, 24, 0.3, num_generations=4), cost_of(CPU)
+    placed = place(rows, cost, num_ranks=2, num_slots=64, keeps_groups=True)
     of_groups = [set(placed[rows.group == group].tolist()) for group in range(6)]
     assert all(len(ranks) == 1 for ranks in of_groups) and set.union(*of_groups) == {0, 1}
     alike = make_rows([400.0] * 4 + [100.0] * 20, num_generations=2)
-    placed = place(alike, cost, rates, num_ranks=2, num_slots=64, keeps_groups=True)
+    placed = place(alike, cost, num_ranks=2, num_slots=64, keeps_groups=True)
     assert placed[0] == placed[1] != placed[2] == placed[3]
-
-
-def test_groups_with_matches_are_split_for_a_large_gain_alone():
-    rates, cost, shape = acceptance_rates(NO_COUNTS), cost_of(CPU), {"num_ranks": 2, "num_slots": 8}
-    lengths = {"little": [400.0] * 4 + [300.0] * 4, "much": [400.0] * 4 + [10.0] * 4}
-    for gain, expected in lengths.items():
-        rows = make_rows(expected, num_generations=4)
-        for matches in (False, True):
-            placed = place(rows, cost, rates, matches_siblings=matches, **shape)
-            is_split = len(np.unique(placed[:4])) == 2
-            assert is_split == (gain == "much" or not matches), (gain, matches)
-    one_group = make_rows([100.0] * 4, num_generations=4)
-    placed = place(one_group, cost, rates, matches_siblings=True, **shape)
-    assert set(placed.tolist()) == {0, 1}, "no rank without rows"
 
 
 def test_admission_is_longest_first_likely_excluded_last():

@@ -60,13 +60,10 @@ def row_of(samples: Samples, i: int) -> Row:
     return Row(samples.ids[i], prompt, 20, logprob=logprob, **fields)
 
 
-def stream_groups(
-    streamed: StreamedGradients, samples: Samples, groups, own=lambda place: True
-) -> None:
-    """What a rank does while it waits: its own samples of these groups, two in a slice."""
+def stream_groups(streamed: StreamedGradients, samples: Samples, groups) -> None:
+    """What a rank does while it waits: the samples of these groups, two in a slice."""
     for group in groups:
-        places = [group * GENERATIONS + number for number in range(GENERATIONS)]
-        rows = [row_of(samples, place) if own(place) else None for place in places]
+        rows = [row_of(samples, group * GENERATIONS + number) for number in range(GENERATIONS)]
         pieces = pieces_of(streamed.learner, rows, REWARDS[group])
         for first in range(0, len(pieces), 2):
             chosen = pieces[first : first + 2]
@@ -135,7 +132,7 @@ def test_samples_streamed_twice_or_not_trained_on_are_refused(make_model):
 
 
 def streamed_on_two_ranks(ranks: Ranks, model, shard_state: bool) -> dict:
-    """Each rank streams every other sample of some groups; two updates with and without."""
+    """Each rank streams some groups of its own; two updates with and without."""
     seen, weights, shares = {}, {}, []
     for streams in (False, True):
         own, config = copy.deepcopy(model), make_config(loss_type="grpo")
@@ -147,7 +144,7 @@ def streamed_on_two_ranks(ranks: Ranks, model, shard_state: bool) -> dict:
             samples = make_samples(step)
             if streams:
                 groups = [0, 2, 3][step:]
-                stream_groups(streamed, samples, groups, own=lambda i: i % 2 == ranks.rank)
+                stream_groups(streamed, samples, groups[ranks.rank :: 2])
             (gradient,), _ = gradients(learner, samples, advantages)
             seen[streams, step] = gradient
             shares.append(
@@ -162,7 +159,7 @@ def streamed_on_two_ranks(ranks: Ranks, model, shard_state: bool) -> dict:
     }
 
 
-def test_two_ranks_stream_parts_of_one_group(make_model, tmp_path):
+def test_two_ranks_stream_groups(make_model, tmp_path):
     for result in run_ranks(tmp_path, streamed_on_two_ranks, 2, make_model(), True):
         first, second = result["differences"]
         assert first < 1e-12 and second < 1e-7 and result["weights"] < 1e-7

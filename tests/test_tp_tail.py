@@ -278,8 +278,8 @@ def test_tail_is_due_with_few_rows_all_trained_on():
     selecting = RowTable(launch._replace(num_trained=3), place_in_turn(4, 3, 2), 0)
     selecting.synced[:] = table.synced
     assert not tail.is_due(selecting, states), "some are not trained on"
-    tail = TPTail(tail.engine, None, None, 3, is_worth_it=lambda table: False)
-    assert not tail.is_due(table, states)
+    tail.cost, tail.sampler = CostModel(), SimpleNamespace(stats=RunStats(), board=object())
+    assert not tail.is_due(table, states), "nothing is known of the costs of one rank"
 
 
 # Set-up
@@ -305,7 +305,7 @@ def set_up_tail(rows, slowdown: float, name: str = "llama") -> list:
         run.sampler = sampler
         found[rank] = make(run)
         if found[rank] is not None:
-            assert (found[rank].is_worth_it is not None) == (rows == "auto")
+            assert (found[rank].cost is not None) == (rows == "auto")
 
     launch = ModelRunner.launch
 

@@ -1,11 +1,11 @@
 """Streamed gradients: idle ranks compute those of finished groups before the update begins.
 
-This is the stream trainer of RollPacker (arXiv 2509.21009). Every rank publishes the rewards of the
-samples that it has finished and scored. A group whose rewards are all known determines its samples'
-advantages, and a sample's contribution to the gradient is then known up to one factor, the same for
-all samples of the update. So a rank that has nothing else to do adds up the gradients of its own
-finished samples, a slice at a time. The update computes the others and scales the sum once. A
-reward that comes late or not at all keeps its group out, which is computed as without streaming.
+This is the stream trainer of RollPacker (arXiv 2509.21009). A group whose rewards are all known
+determines its samples' advantages, and a sample's contribution to the gradient is then known up to
+one factor, the same for all samples of the update. So a rank that has nothing else to do adds up
+the gradients of the groups that it has finished and scored, a slice at a time. The update computes
+the others and scales the sum once. A reward that comes late or not at all keeps its group out,
+which is computed as without streaming, and so does a group whose samples are on several ranks.
 """
 
 from collections.abc import Callable, Sequence
@@ -134,18 +134,16 @@ class Piece(NamedTuple):
         return len(self.row.prompt) + len(self.row.tokens) - 1
 
 
-def pieces_of(learner: Learner, rows: Sequence[Row | None], rewards: np.ndarray) -> list[Piece]:
-    """Return the pieces of one group: this rank's samples that have a gradient.
+def pieces_of(learner: Learner, rows: Sequence[Row], rewards: np.ndarray) -> list[Piece]:
+    """Return the pieces of one group: its samples that have a gradient.
 
-    rows: None for samples of other ranks; rewards: float64 [samples], of all samples.
-    """
+    rewards: float64 [samples]."""
     loss = learner.config.loss
     (advantages,) = estimate_advantages(rewards[None], loss.advantage_estimator, loss.scale_rewards)
     return [
         Piece(row, advantage)
         for row, advantage in zip(rows, advantages.tolist(), strict=True)
-        if row is not None
-        and (advantage != 0 or not learner.skips_zero_advantage)
+        if (advantage != 0 or not learner.skips_zero_advantage)
         and not (loss.mask_truncated_completions and row.finish == "length")
         and is_sampled(row.logprob).any()
     ]
@@ -168,69 +166,53 @@ class StreamGradients(LocalWork):
         self.config, self.cost = gradients.learner.config, gradients.cost
         # Whether there is no memory for a slice while keys and values are held.
         self.frees_cache = self.config.rollout.free_cache_engine
-        self.shape = (len(launch.groups), launch.num_generations)
-        self._index_of = {sample: index for index, sample in enumerate(launch.ids)}
-        self._rows: dict[int, Row] = {}  # this rank's scored ones, by index in the launch
-        self._own_rewards = np.full(self.shape, np.nan)
-        self._is_complete = np.zeros(len(launch.groups), bool)
-        self._num_ranks = 1
+        self.num_generations = launch.num_generations
+        self._scored: dict[tuple, dict[int, tuple[Row, float]]] = {}  # by group, then by sample
         self._pieces: list[Piece] = []  # of complete groups, not computed yet, shortest first
 
-    @property
-    def scores_in_workers(self) -> bool:
-        """Whether rewards come from other processes, and so also while own rows are unfinished."""
-        return self.config.reward.num_workers > 0
-
-    def publish(self) -> np.ndarray:
-        """Return the rewards of this rank's samples, NaN elsewhere."""
-        if self.scores_in_workers or not self.view.unfinished:
-            self._take_rewards()
-        return self._own_rewards.ravel()
-
     def _take_rewards(self) -> None:
-        """Take in this rank's rows that are trained on and were scored since the last call."""
+        """Make pieces of the groups that are complete with what was scored since the last call."""
         if not (scored := self.scoring.take_scored()):
             return
         rows, scores = zip(*scored, strict=True)
         lengths = np.array([len(row.tokens) for row in rows])
         rewards = self.combine_rewards(np.stack(scores), lengths)
         for row, reward in zip(rows, rewards.tolist(), strict=True):
-            index = self._index_of[row.id]
-            self._rows[index], self._own_rewards.flat[index] = row, reward
-
-    def receive(self, published: list[np.ndarray]) -> None:
-        """Make pieces of the groups that have become complete."""
-        self._num_ranks = len(published)
-        # One rank has each sample's reward.
-        known = np.fmax.reduce(np.stack(published)).reshape(self.shape)
-        is_complete = np.isfinite(known).all(axis=1)
-        # Dynamic sampling replaces groups of equal rewards.
-        only_differing = self.config.rollout.dynamic_sampling_max_batches > 1
-        for group in np.flatnonzero(is_complete & ~self._is_complete).tolist():
-            if only_differing and has_zero_std(known[[group]])[0]:
-                continue
-            begin, size = group * self.shape[1], self.shape[1]
-            rows = [self._rows.get(index) for index in range(begin, begin + size)]
-            self._pieces += pieces_of(self.gradients.learner, rows, known[group])
+            group = self._scored.setdefault(row.id[:2], {})
+            group[row.id.sample] = row, reward
+            if len(group) == self.num_generations:
+                self._add(*zip(*(group[number] for number in sorted(group)), strict=True))
         self._pieces.sort(key=lambda piece: piece.num_tokens)
-        self._is_complete = is_complete
+
+    def _add(self, rows: Sequence[Row], rewards: Sequence[float]) -> None:
+        """Make pieces of a group, unless a reward lacks or dynamic sampling replaces it."""
+        known = np.array(rewards)
+        only_differing = self.config.rollout.dynamic_sampling_max_batches > 1
+        if np.isfinite(known).all() and not (only_differing and has_zero_std(known[None])[0]):
+            self._pieces += pieces_of(self.gradients.learner, rows, known)
 
     def next_slice(self) -> tuple[float, float]:
         size = sum(piece.num_tokens for piece in self._next_pieces())
-        return self.cost.seconds(size), self.cost.tokens_s(size) / self._num_ranks
+        num_ranks = self.gradients.learner.ranks.world_size
+        return self.cost.seconds(size), self.cost.tokens_s(size) / num_ranks
 
     def can_begin(self) -> bool:
-        """Whether own rows are done or wait for environments, and there is a piece to compute."""
-        is_idle = not self.view.unfinished or self.view.engine.is_waiting
-        is_idle &= self.view.engine.is_idle or not self.frees_cache
-        return is_idle and self.cost.is_known and bool(self._pieces)
+        """Whether own rows are done or wait for environments, and there is a piece to compute.
+
+        Only workers score while own rows are unfinished; scoring here would keep them waiting."""
+        is_done = not self.view.unfinished
+        if not is_done and not self.view.engine.is_waiting:
+            return False
+        if is_done or self.config.reward.num_workers > 0:
+            self._take_rewards()
+        has_memory = self.view.engine.is_idle or not self.frees_cache
+        return has_memory and self.cost.is_known and bool(self._pieces)
 
     def do_slice(self) -> Span:
         if self.frees_cache:
             self.view.engine.release()
         pieces = self._next_pieces()
-        taken = set(map(id, pieces))
-        self._pieces = [piece for piece in self._pieces if id(piece) not in taken]
+        self._pieces = [piece for piece in self._pieces if piece not in pieces]
         use = self.view.record.idle[self.name]
         use.saved_s += self.cost.tokens_s(sum(piece.num_tokens for piece in pieces))
         advantages = np.array([piece.advantage for piece in pieces])

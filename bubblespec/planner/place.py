@@ -1,59 +1,28 @@
 """Placement of rows on ranks before a rollout, so that the slowest rank ends soon.
 
-Rows go longest first, each to the rank that is expected to end first with it."""
+Rows, or whole groups, go longest first, each to the rank that is expected to end first with it."""
 
 from dataclasses import replace
 
 import numpy as np
 
-from bubblespec.planner.costs import CostModel, rollout_seconds
-from bubblespec.planner.rows import TYPICAL_WINDOW, AcceptanceRates, Rows
+from bubblespec.planner.costs import CostModel
+from bubblespec.planner.rows import TYPICAL_WINDOW, Rows
 from bubblespec.types import Launch
 
-# Share by which ranks must end sooner for groups to be split whose rows match each other's tokens.
-# Predictions know neither of these matches nor of texts that both ranks then index. Measured: split
-# groups cost 7%, and up to 18%.
-MIN_SPLIT_GAIN = 0.2
+# Groups per rank from which on whole ones balance as well as rows do, and feed no prompt twice.
+MANY_GROUPS = 4
 
 
 def place(
-    rows: Rows,
-    cost: CostModel,
-    rates: AcceptanceRates,
-    *,
-    num_ranks: int,
-    num_slots: int,
-    keeps_groups: bool = False,
-    matches_siblings: bool = False,
+    rows: Rows, cost: CostModel, *, num_ranks: int, num_slots: int, keeps_groups: bool
 ) -> np.ndarray:
-    """Return the rank of each row, balanced, or groups round-robin where that ends sooner.
-
-    int64 [S]. Ranks admit their rows longest first. No rank is without rows if there are enough.
-    keeps_groups: whether each group stays on one rank; matches_siblings: whether rows find drafts
-    in their group's latest tokens, so that splitting it must gain MIN_SPLIT_GAIN."""
-    in_turn = rows.group % num_ranks
-    units = (np.arange(len(rows)), rows.group)
-    split, whole = (_longest_to_first(rows, unit, cost, num_ranks, num_slots) for unit in units)
-    if len(np.unique(in_turn)) < min(num_ranks, len(rows)):
-        return whole if keeps_groups else split
-
-    def slowest_s(rank_of: np.ndarray) -> float:
-        of_ranks = (rows.take(rank_of == rank) for rank in range(num_ranks))
-        return max(rollout_seconds(own, cost, num_slots, rates) for own in of_ranks)
-
-    whole = min((whole, in_turn), key=slowest_s)
-    most_s = (1.0 - MIN_SPLIT_GAIN * matches_siblings) * slowest_s(whole)
-    return split if not keeps_groups and slowest_s(split) < most_s else whole
-
-
-def _longest_to_first(
-    rows: Rows, unit: np.ndarray, cost: CostModel, num_ranks: int, num_slots: int
-) -> np.ndarray:
-    """Place units of rows, longest first, each on the rank whose time ends up smallest, int64 [S].
+    """Return the rank of each row, int64 [S]. No rank is without one if there are enough.
 
     A rank's time is that of the forwards of its longest row, or of as many as its slots need
-    for all rows, plus the cost of each row; a prompt is fed once per rank. unit: int64 [S], by
-    row."""
+    for all rows, plus the cost of each row; a prompt is fed once per rank. keeps_groups: whether
+    each group stays on one rank."""
+    unit = rows.group if keeps_groups else np.arange(len(rows))
     forward_s, row_s, token_s, _, kv_s = cost.coefficients.tolist()
     forwards = expected_forwards(rows)
     context = rows.prompt_tokens + rows.expected / 2

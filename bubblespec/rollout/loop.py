@@ -34,7 +34,6 @@ class RolloutLoop:
         self._submitted: set[int] = set()  # indices of rows that are scored
         self._unlearned: tuple[Load, float] | None = None  # load and seconds of the last forward
         self._cutoff: Cutoff | None = self.table.cutoff() if self.selects else None
-        self._ends = np.empty(0, np.int64)  # ends of the parts of a state's facts, but for the last
         self.last_s = 0.0  # when the last forward, wait or slice ended
 
     def run(self) -> RolloutRecord:
@@ -89,12 +88,7 @@ class RolloutLoop:
         """Apply a tick to this rank."""
         board = self.board
         assert board is not None
-        capacities, row_states, *published = zip(
-            *(np.split(state.facts, self._ends) for state in states), strict=True
-        )
-        self.table.sync(row_states)
-        for work, by_rank in zip(self.works, published, strict=True):
-            work.receive(by_rank)
+        self.table.sync([state.facts[1:] for state in states])
         if self.selects:
             self._select()
         if self.plan.take_over is not None and self.plan.take_over.is_due(self.table, states):
@@ -104,14 +98,12 @@ class RolloutLoop:
             return
         has_assigned = False
         if self.ahead is not None:
-            capacities = [int(of_rank[0]) for of_rank in capacities]
+            capacities = [int(state.facts[0]) for state in states]
             has_assigned = self.ahead.assign(capacities, [not state.is_done for state in states])
-        # Ticks stay frequent while drafts are assigned, idle ranks work with others' numbers, or
-        # a cutoff or take-over waits for lengths. The end of the rollout does not need that: a rank
-        # that is done posts at once.
+        # Ticks stay frequent while drafts are assigned, or a cutoff or take-over waits for lengths.
+        # The end of the rollout does not need that: a rank that is done posts at once.
         is_near = self.plan.take_over is not None and self.plan.take_over.is_near(self.table)
-        can_work = bool(self.works) and any(state.is_done for state in states)
-        board.is_relaxed = not (self.selects or is_near or has_assigned or can_work)
+        board.is_relaxed = not (self.selects or is_near or has_assigned)
 
     def _select(self) -> None:
         """Abort rows that the cutoff excludes; submit finished ones that it includes."""
@@ -179,10 +171,9 @@ class RolloutLoop:
         """Return this rank's state for the next tick."""
         self._note_active()
         takes_drafts = self.ahead is not None and (self.unfinished or self._best_work() is None)
-        capacity = np.array([self.ahead.capacity() if takes_drafts else 0], np.float64)
-        facts = [capacity, self.table.local_state(), *(work.publish() for work in self.works)]
-        self._ends = np.cumsum([len(part) for part in facts])[:-1]  # the same on all ranks
-        return RankState(len(self.unfinished), self.ranks.must_stop, np.concatenate(facts))
+        capacity = self.ahead.capacity() if takes_drafts else 0
+        facts = np.append(float(capacity), self.table.local_state())
+        return RankState(len(self.unfinished), self.ranks.must_stop, facts)
 
     def _wait(self) -> None:
         assert self.board is not None

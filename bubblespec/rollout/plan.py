@@ -12,8 +12,6 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
-
 from bubblespec.distributed.ranks import Ranks
 from bubblespec.engine.batch import SamplingParams
 from bubblespec.engine.engine import Engine
@@ -22,7 +20,6 @@ from bubblespec.records import RolloutRecord, Span, StepRecord
 from bubblespec.rollout.table import RowTable
 from bubblespec.types import Draft, Group, Launch, Row, SampleId
 
-NOTHING = np.empty(0)
 SLICE_S = 0.05  # seconds of uninterrupted work; the smallest piece may take longer
 LEAST_S = 1e-9
 
@@ -56,13 +53,6 @@ class LocalWork:
     def begin(self, view: RankView) -> None:
         """Start with a rollout."""
         self.view = view
-
-    def publish(self) -> np.ndarray:
-        """Return this rank's numbers for the next tick, float64, as long on all ranks."""
-        return NOTHING
-
-    def receive(self, published: list[np.ndarray]) -> None:
-        """Use the numbers of all ranks in a completed tick, by rank."""
 
     def can_begin(self) -> bool:
         """Whether a slice is due that would keep no other rank waiting."""

@@ -24,7 +24,13 @@ from bubblespec.engine.engine import Engine
 from bubblespec.errors import RewardsFailed
 from bubblespec.planner.chooser import DRAFTS
 from bubblespec.planner.costs import rollout_seconds
-from bubblespec.planner.place import admission_order, place, place_in_turn, up_to_cutoff
+from bubblespec.planner.place import (
+    MANY_GROUPS,
+    admission_order,
+    place,
+    place_in_turn,
+    up_to_cutoff,
+)
 from bubblespec.planner.stats import RunStats, load_parts, state_of
 from bubblespec.records import (
     RolloutRecord,
@@ -163,14 +169,16 @@ class Sampler:
                 expected = replace(expected, drafted=np.zeros(len(expected)))
             cost = stats.cost_without(without)
             if self.is_balanced and cost is not None:
+                # Rows find drafts in their group's texts on their rank.
+                gains = self.matches_texts and DRAFTS not in without
+                least = 1 if gains or self.config.trains_in_rollouts else MANY_GROUPS
+                is_whole = len(launch.groups) >= least * ranks.world_size
                 rank_of = place(
                     up_to_cutoff(expected, launch) if launch.selects else expected,
                     cost,
-                    stats.survival.rates,
                     num_ranks=ranks.world_size,
                     num_slots=self.engine.num_slots,
-                    keeps_groups=self.scorer.sees_groups(step),
-                    matches_siblings=self.matches_texts and DRAFTS not in without,
+                    keeps_groups=is_whole or self.scorer.sees_groups(step),
                 )
         table = RowTable(launch, rank_of, ranks.rank, expected)
         rows = table.make_rows(self.config.rollout.max_completion_length)

@@ -32,8 +32,6 @@ def stream_always(patch=setattr) -> None:
 
     patch(Scoring, "take_scored", wait_and_take_scored)
     patch(StreamGradients, "can_begin", can_begin_beside_rows)
-    # In this process, and of every row at the next tick.
-    patch(StreamGradients, "scores_in_workers", True)
     patch(MicrobatchCost, "is_known", True)
     patch(MicrobatchCost, "_coefficients", property(lambda cost: SECONDS, lambda cost, value: None))
     patch(ProgressBoard, "_is_too_soon", lambda board: False)

@@ -68,16 +68,16 @@ class TPTail(Mechanism):
         ranks: Ranks,
         gather: Callable[[np.ndarray], np.ndarray],
         max_rows: int,
-        is_worth_it: Callable[[RowTable], bool] | None = None,
         has_keys: bool = True,
     ):
         """gather: see `OwnersPropose`; max_rows: rows of all ranks on entry, at most the slots.
 
-        is_worth_it: a pure function of shared data, None to enter always; has_keys: whether runners
-        are `ModelRunner`s, which they are not in virtual time."""
+        has_keys: whether runners are `ModelRunner`s, which they are not in virtual time."""
         self.engine, self.ranks, self.gather, self.max_rows = engine, ranks, gather, max_rows
-        self.is_worth_it, self.has_keys = is_worth_it, has_keys
-        self.cost: CostModel | None = None  # of forwards of all ranks together, once measured
+        self.has_keys = has_keys
+        self.sampler: Sampler | None = None
+        self.cost: CostModel | None = None
+        """Cost of forwards of all ranks together, by which the tail is entered; None: always."""
         self.off: frozenset[str] = frozenset()  # see `RolloutPlan.without`
         self.companions: list[Callable[[Engine], AbstractContextManager]] = []
         """Contexts in which draft sources follow the rows to another engine."""
@@ -85,7 +85,7 @@ class TPTail(Mechanism):
     def begin_rollout(self, plan: RolloutPlan) -> None:
         """Take over the end of the rollout, unless a tail entered by cost is left out."""
         self.off = plan.without
-        if self.is_worth_it is None or DRAFTS not in plan.without:
+        if self.cost is None or DRAFTS not in plan.without:
             plan.take_over = self
 
     def metrics(self, ranks: Ranks, record: StepRecord) -> dict[str, float]:
@@ -108,11 +108,24 @@ class TPTail(Mechanism):
         """Whether all ranks enter the tail at this tick; never if the launch selects groups."""
         if table.launch.selects or any(state.must_stop for state in states):
             return False
-        return self.is_near(table) and (self.is_worth_it is None or self.is_worth_it(table))
+        return self.is_near(table) and (self.cost is None or self._is_worth_it(table, self.cost))
 
     def is_near(self, table: RowTable) -> bool:
         """Whether rows are left, and few enough."""
         return bool(0 < (table.synced >= 0).sum() <= self.max_rows)
+
+    def _is_worth_it(self, table: RowTable, tp_cost: CostModel) -> bool:
+        """Whether costs and predicted lengths of rows promise a gain; the same on every rank."""
+        sampler = self.sampler
+        assert sampler is not None and sampler.board is not None
+        cost = sampler.stats.cost_without(self.off)
+        if table.rows is None or cost is None:
+            return False
+        indices, rows = table.unfinished()
+        overhead_s = OVERHEAD_TICKS * sampler.board.interval_s
+        overhead_s += self.tokens_fed_again * len(rows) * float(tp_cost.coefficients[2])
+        owners, num_slots = table.rank_of[indices], sampler.engine.num_slots
+        return use_tp_tail(rows, owners, cost, tp_cost, num_slots=num_slots, overhead_s=overhead_s)
 
     def run(self, loop: RolloutLoop) -> None:
         """Generate the unfinished rows of all ranks to their end, all ranks together.
@@ -244,9 +257,7 @@ def make(run: Run) -> TPTail | None:
     virtual time the tail is given."""
     tail: TPTail | None = _shard(run) if run.virtual is None else run.virtual.get(NAME)
     if tail is not None:
-        tail.companions = run.followers
-        if tail.cost is not None:
-            enter_by_cost(tail, tail.cost, run.sampler)
+        tail.companions, tail.sampler = run.followers, run.sampler
     return tail
 
 
@@ -311,26 +322,6 @@ def use_tp_tail(
     alone_s = max(alone_s, decoding_s(rows, cost, num_slots, len(ranks)))
     together_s = overhead_s + decoding_s(rows, tp_cost, len(rows))
     return alone_s - together_s > max(MIN_TAIL_GAIN * alone_s, overhead_s)
-
-
-def enter_by_cost(tail: TPTail, tp_cost: CostModel, sampler: Sampler) -> None:
-    """Enter the tail where costs and predicted lengths of rows promise a gain.
-
-    tp_cost: of forwards of all ranks together."""
-    assert sampler.board is not None
-    stats, num_slots = sampler.stats, sampler.engine.num_slots
-    entering_s = OVERHEAD_TICKS * sampler.board.interval_s
-
-    def is_worth_it(table: RowTable) -> bool:
-        cost = stats.cost_without(tail.off)
-        if table.rows is None or cost is None:
-            return False
-        indices, rows = table.unfinished()
-        fed_s = tail.tokens_fed_again * len(rows) * float(tp_cost.coefficients[2])
-        owners, overhead_s = table.rank_of[indices], entering_s + fed_s
-        return use_tp_tail(rows, owners, cost, tp_cost, num_slots=num_slots, overhead_s=overhead_s)
-
-    tail.is_worth_it = is_worth_it
 
 
 def measure(
