@@ -12,6 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2Config
 
 from bubblespec.distributed.ranks import set_cuda_defaults
+from bubblespec.engine.arrays import median_s
 from bubblespec.engine.attention import KERNELS, problem_of
 from bubblespec.engine.engine import Engine
 from bubblespec.engine.forward import ModelForward
@@ -19,7 +20,6 @@ from bubblespec.engine.kv_cache import PAGE
 from bubblespec.engine.model_checks import prepare_model
 from bubblespec.engine.ops import has_kernels
 from bubblespec.engine.runner import ModelRunner
-from bubblespec.tools.forwards import median_s
 from bubblespec.tools.simulate.roofline import GPUS, MODELS, GPUCost, roofline
 from bubblespec.types import Row, SampleId
 

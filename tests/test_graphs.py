@@ -11,7 +11,7 @@ import torch
 from bubblespec.engine import kv_cache, step_graphs
 from bubblespec.engine.batch import SamplingParams
 from bubblespec.engine.engine import Engine
-from bubblespec.engine.graphs import FIELDS, TILES, ForwardGraphs, padded
+from bubblespec.engine.graphs import FIELDS, TILES, GraphPool, padded
 from bubblespec.engine.kv_cache import KVCache, pack_rows
 from bubblespec.engine.model_checks import prepare_model
 from bubblespec.engine.ops import torch_ops
@@ -56,6 +56,12 @@ def num_launched(engine: Engine) -> int:
     return engine.num_forwards + len(engine.flights)
 
 
+def samplers_of(engine: Engine) -> list[tuple]:
+    """Return the keys of graphs of sampling: positions, distribution and seed."""
+    pool = engine.runner.graphs.pool
+    return [key for key in pool.graphs if key not in pool.shapes]
+
+
 def plain_rows(model, params, rows=None) -> dict:
     engine = make_engine(model, 6, **SIZES)
     assert engine.runner.forward.ops is torch_ops and engine.runner.graphs is None
@@ -86,7 +92,7 @@ def test_rows_of_graphs_equal_rows_of_torch(monkeypatch, name, params, num_pages
     assert (engine.runner.forward.decoder is None) == (name in ("gemma", "deepseek"))
     drafts = None if corrupted is None else Drafter(wanted, corrupted)
     assert as_dict(engine.run(make(), params, drafts)) == wanted
-    found = engine.runner.graphs
+    found = engine.runner.graphs.pool
     assert found.problem is None and found.num_replays == num_launched(engine)
     num_sampled = 0 if params.truncates else len({shape.tokens for shape in found.shapes})
     assert captures.pools == [None] + [POOL] * (len(found.shapes) + num_sampled - 1)
@@ -102,9 +108,9 @@ def test_large_steps_sample_without_graphs(monkeypatch):
     engine = make_engine(model, 6, **SIZES, max_num_batched_tokens=16)
     for _ in range(2):
         assert as_dict(engine.run(make_few(), WARM, Drafter(wanted, 0.0))) == wanted
-    graphs = engine.runner.graphs
+    graphs = engine.runner.graphs.pool
     assert graphs.problem is None and graphs.num_replays == num_launched(engine)
-    assert [list(of) for of in graphs._samplers.values()] == [[4]]
+    assert samplers_of(engine) == [(4, WARM, SEED)]
     eager = make_engine(model, 6, **SIZES, enforce_eager=True)
     assert as_dict(eager.run(make_few(), WARM)) == wanted and eager.runner.graphs is None
     assert eager.runner.forward.ops is not torch_ops
@@ -125,7 +131,7 @@ def test_another_temperature_leaves_the_step_unchanged(monkeypatch):
             engine.step([SamplingParams(), WARM, GREEDY][of % 3], None)
             number += 1
         found.append(as_dict(rows))
-    assert found[0] == found[1] and len(engine.runner.graphs._samplers) == 3
+    assert found[0] == found[1] and len({of[1:] for of in samplers_of(engine)}) == 3
 
 
 def test_step_copies_once_launches_two_and_then_waits_once(monkeypatch):
@@ -161,7 +167,7 @@ def test_every_number_of_tokens_fits_a_graph(num_slots, largest, fold):
     """Padding is at most a third beyond eight tokens, in no sequence, and in the spare page."""
     rng, cache = np.random.default_rng(num_slots + fold), KVCache(num_slots, 4096)
     forward = SimpleNamespace(min_tokens=1, fold=fold, is_invariant=False)
-    graphs = ForwardGraphs(forward, cache, largest)
+    graphs = GraphPool(forward, cache, largest)
     assert len(graphs.shapes) <= 50 and graphs.shapes == sorted(graphs.shapes, reverse=True)
     shapes = set()
     for case in range(1000):
@@ -195,7 +201,7 @@ def test_every_number_of_tokens_fits_a_graph(num_slots, largest, fold):
 
 def test_invariant_forwards_have_one_kind_of_tile():
     forward = SimpleNamespace(min_tokens=64, fold=4, is_invariant=True)
-    shapes = ForwardGraphs(forward, KVCache(9, 4096), 512).shapes
+    shapes = GraphPool(forward, KVCache(9, 4096), 512).shapes
     assert {shape.max_q for shape in shapes} == {16} and shapes[-1].tokens == 64
 
 
@@ -210,13 +216,13 @@ def run_again(monkeypatch, capsys, model, stage: str = "", times=(), *, plain=No
     if stage:
         fail_at(monkeypatch, stage, times)
     engine = make_engine(model, 2, **FEW)
-    graphs, replays = engine.runner.graphs, []
+    graphs, replays = engine.runner.graphs.pool, []
     for _ in range(runs):
         assert as_dict(engine.run(make_few(), WARM)) == wanted
         replays.append(graphs.num_replays)
-        assert (graphs.problem is None) == bool(graphs._graphs)
+        assert (graphs.problem is None) == bool(graphs.graphs)
         engine.release()
-        assert engine.runner.cache.num_bytes() == 0 and not graphs._samplers
+        assert engine.runner.cache.num_bytes() == 0 and not graphs.graphs
     assert replays[-1] in (0, *(engine.num_forwards * n // runs for n in (1, runs)))
     return replays, captures.pools, capsys.readouterr().err.splitlines()
 
@@ -306,7 +312,7 @@ def test_rows_of_replayed_shards_equal_plain_rows(monkeypatch):
     wanted = plain_rows(model, WARM, make_few())
 
     def of_rank(tp, engine: Engine):
-        graphs, sums = engine.runner.graphs, []
+        graphs, sums = engine.runner.graphs.pool, []
         connect = graphs.of.connect
         graphs.of.connect = lambda: (sums.append(tp.num_sums), connect(), sums.append(tp.num_sums))
         found = as_dict(engine.run(make_few(), WARM, Drafter(wanted, 0.3)))
@@ -331,8 +337,8 @@ def test_out_of_memory_of_a_rank_is_agreed_on(monkeypatch, capsys, stage, times,
             failing.rank = 1
         for attempt in range(2):
             assert as_dict(engine.run(make_few(2), WARM)) == wanted
-            graphs, has_graphs = engine.runner.graphs, attempt >= attempts
-            assert (graphs.problem is None) == bool(graphs._graphs) == has_graphs
+            graphs, has_graphs = engine.runner.graphs.pool, attempt >= attempts
+            assert (graphs.problem is None) == bool(graphs.graphs) == has_graphs
             engine.release()
         return graphs.num_replays * 2 / engine.num_forwards
 

@@ -108,7 +108,7 @@ class ModelRunner(Runner):
     def keeps_rows(self) -> bool:
         """See `Runner`: with graphs, which are captured at the first call."""
         with torch.inference_mode():
-            return self.graphs is not None and self.graphs.are_ready()
+            return self.graphs is not None and self.graphs.pool.are_ready()
 
     @property
     def depth(self) -> int:

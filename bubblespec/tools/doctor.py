@@ -31,6 +31,7 @@ import torch.distributed as dist
 from bubblespec.config.file import load_config
 from bubblespec.distributed.ranks import Ranks, cuda_of_driver, ranks_from_environment, why_no_gpu
 from bubblespec.draft.store import exchange
+from bubblespec.engine.arrays import median_s
 from bubblespec.engine.kv_cache import PAGE
 from bubblespec.errors import EndsRun, InputError, RankTimeout, RunFailed, log, one_line
 from bubblespec.learn.agreement import generation_problem, rows_problem
@@ -136,7 +137,7 @@ def collectives(case: Case) -> Iterator[Line]:
     if ranks.world_size == 1:
         yield ok("not applicable: one rank")
         return
-    sum_us = 1e6 * forwards.median_s(ranks.barrier, ranks.device)
+    sum_us = 1e6 * median_s(ranks.barrier, ranks.device)
     yield ok(f"an all-reduce of one number takes {sum_us:.0f} us ({dist.get_backend()})")
     if board is None:
         yield ok("ranks do not exchange progress in this configuration")
@@ -164,7 +165,7 @@ def _tick_us(board: ProgressBoard) -> float:
         while board.poll(lambda: state) is None:
             pass
 
-    own_us = 1e6 * forwards.median_s(partial(tick, RankState(1)), board.ranks.device)
+    own_us = 1e6 * median_s(partial(tick, RankState(1)), board.ranks.device)
     tick(RankState(0))  # the last
     return float(board.ranks.gather(np.array([own_us])).mean())
 

@@ -4,7 +4,6 @@ A check is a generator of lines, which all ranks run together. This file imports
 torch, transformers and numpy, as benchmarks/gpu_suite.py runs without the other packages.
 """
 
-import statistics
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -17,11 +16,12 @@ from transformers import PreTrainedModel
 
 from bubblespec.config import Config
 from bubblespec.distributed.ranks import Ranks
+from bubblespec.engine.arrays import median_s
 from bubblespec.engine.batch import SamplingParams
 from bubblespec.engine.comparison import CHECKED, cache_for, difference, over_cache, random_tokens
 from bubblespec.engine.decoder import is_like_llama
 from bubblespec.engine.forward import ModelForward
-from bubblespec.engine.graphs import ForwardGraphs
+from bubblespec.engine.graphs import GraphPool
 from bubblespec.engine.kv_cache import KVCache, pack_rows
 from bubblespec.engine.ops import has_triton, replaced, torch_ops
 from bubblespec.errors import one_line
@@ -37,7 +37,6 @@ from bubblespec.mechanisms.quantized.copy import (
 from bubblespec.mechanisms.tp_tail.shards import ShardedForward, TPGroup, TPUnsupported, no_tp_tail
 from bubblespec.memory import max_length
 
-WARM_UP, NUM_TIMED = 3, 20
 NUM_OBSERVED = 128  # tokens that a copy is compared on
 MIN_SAME = 0.3  # of the best tokens of random text, where policies are unsure
 
@@ -107,7 +106,7 @@ def graphs(case: Case) -> Iterator[Line]:
         yield slower(f"there are none: {avoid}, or no operations for them")
         return
     cache, plain = cache_for(loaded, CHECKED), cache_for(loaded, CHECKED)
-    captured = ForwardGraphs(forward, cache, 2 * CHECKED)
+    captured = GraphPool(forward, cache, 2 * CHECKED)
     got = partial(over_cache, captured.hidden, cache)
     wanted = partial(over_cache, forward.hidden, plain)
     differs = difference(loaded, CHECKED, got, wanted)
@@ -183,15 +182,3 @@ def token_ms(hidden: Callable, cache: KVCache, model: PreTrainedModel) -> float:
     tokens, one = random_tokens(model, 1), np.ones(1, np.int64)
     packing = pack_rows(cache, 0 * one, one, model.device)
     return 1e3 * median_s(partial(hidden, tokens, packing), model.device)
-
-
-def median_s(action: Callable[[], object], device: torch.device) -> float:
-    """Return the median wall seconds of a call, until the device is done."""
-    seconds = []
-    for _ in range(WARM_UP + NUM_TIMED):
-        began_s = time.perf_counter()
-        action()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        seconds.append(time.perf_counter() - began_s)
-    return statistics.median(seconds[WARM_UP:])
