@@ -253,8 +253,8 @@ class GraphPool:
                 self.states = self.of.weight().new_zeros(self.shapes[0].tokens, self.state_size)
             if self.of.decoder is not None:  # some rotary embeddings ask the device
                 self.of.decoder.tables(self.cache.slot_length)
-        nothing = np.zeros((2, 1), np.int64)
-        self._send(np.empty(0, np.int64), pack_rows(self.cache, *nothing, device), shape)
+        nothing = np.zeros(1, np.int64)
+        self._send(nothing[:0], pack_rows(self.cache, nothing, nothing, device), shape)
 
     def _send(self, tokens: np.ndarray, packing: CachePacking, shape: Shape) -> None:
         """Send a forward's inputs to the device."""

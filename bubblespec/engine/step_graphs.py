@@ -68,12 +68,18 @@ class DeviceRows:
             slots, tokens = self.cache.num_slots, self.max_tokens
             # Proposals have as many tokens as are fed, and as many as may be gained in flight.
             plan = HEADER + ROW_FIELDS * slots + 6 * tokens + 1
-            shapes = [(slots, self.max_length), (4, slots), (slots, 4), (plan,), (3, slots)]
-            shapes += [(tokens,), (tokens, 4), (tokens,)]
-            options: dict = {"dtype": torch.int32, "device": self.device}
-            made = [torch.zeros(shape, **options) for shape in shapes]
-            drawn = torch.zeros(2 * tokens, dtype=torch.float64, device=self.device)
-            self._state = RowState(*made, drawn)
+            zeros = partial(torch.zeros, dtype=torch.int32, device=self.device)
+            self._state = RowState(
+                tokens=zeros(slots, self.max_length),
+                state=zeros(4, slots),
+                counters=zeros(slots, 4),
+                plan=zeros(plan),
+                standing=zeros(3, slots),
+                behind=zeros(tokens),
+                words=zeros(tokens, 4),
+                generated=zeros(tokens),
+                drawn=zeros(2 * tokens, dtype=torch.float64),
+            )
         return self._state
 
     def clear(self) -> None:
@@ -159,6 +165,7 @@ class StepGraphs:
     def _capture_sampling(self, params: SamplingParams, seed: int) -> None:
         self._stops_of(params)
         hidden, plan = self.pool.results, self.rows.state.plan
+        assert hidden is not None
         given = plan.clone()  # of the step that is about to sample
         plan.zero_()  # feeds nothing
         keys = [(size, params, seed) for size in self.pool.sizes[::-1] if size <= MAX_SAMPLED]

@@ -185,8 +185,9 @@ def device_rows(own: Any, sizes: Sizes) -> Found:
     start, count, known, num_proposed = np.array([[4, 0], [3, 4], [5, 4], [3, 0]])
     proposals = np.array([15, 30, 31])
     rows.send(Plan(start, count, known, slots, num_proposed, proposals, Load(2, 7)), 4)
-    ids, *fields = torch.zeros(5, 16, dtype=torch.int32, device=sizes.device)
-    view = View(*fields, cache.block_table(sizes.device), 4, pages.slot_length, SPLIT)
+    ids, place, position, first, slot = torch.zeros(5, 9, dtype=torch.int32, device=sizes.device)
+    table = cache.block_table(sizes.device)
+    view = View(place, position, first, slot[:-1], table, 4, pages.slot_length, SPLIT)
     rows.fill(ids, view)
     state = rows.state
     triton_rows.sampled(state, 4)
