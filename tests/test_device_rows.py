@@ -7,9 +7,8 @@ import torch
 from test_triton_ops import DEVICE
 from test_triton_ops import pytestmark as pytestmark
 
-from bubblespec.engine.ahead import Standing, draft_of
 from bubblespec.engine.arrays import ragged
-from bubblespec.engine.batch import Plan, Texts, num_accepted, num_gained
+from bubblespec.engine.batch import Plan, Standing, Texts, draft_of, num_accepted, num_gained
 from bubblespec.engine.kv_cache import SPLIT, KVCache
 from bubblespec.engine.ops.view import View
 from bubblespec.engine.pages import Pages

@@ -139,19 +139,18 @@ class StepGraphs:
 
     def step(
         self, plan: Plan, texts: Texts, ids: np.ndarray, params: SamplingParams, seed: int
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Launch a step; return hidden states [B, hidden], and float64 [2, T], see `sample`.
 
-        Both are valid until the next step; None where nothing is sampled. ids: int64 [W, 3], of the
-        samples of `texts`."""
+        Both are valid until the next step. ids: int64 [W, 3], of the samples of `texts`."""
         shape = self.pool.shape_of(plan.count)
         assert shape is not None, "a graph has room for each plan"
         self.rows.write(texts, ids)
         self.rows.send(plan, shape.max_q)
         hidden = self.pool.replay(shape)
-        if not len(plan.slots):
-            return hidden, None
         count, sizes = int(plan.num_sampled.sum()), self.pool.sizes
+        if not count:
+            return hidden, self._drawn(0)
         key = sizes[bisect_left(sizes, count)], params, seed
         if params.truncates or not self.of.samples_alone or key[0] > MAX_SAMPLED:
             return hidden, self._sample(hidden, count, params, seed)

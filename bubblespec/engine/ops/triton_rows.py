@@ -1,6 +1,6 @@
 """Where rows stand, kept on a GPU: what a planned forward feeds, and what its rows gain, in Triton.
 
-The rule is `ahead.draft_of`, and acceptance is that of batch.py. A plan is one vector, see
+Both rules are those of batch.py. A plan is one vector, see
 `step_graphs.packed`; all grids depend on sizes of a graph alone.
 
 Shape legend: N tokens of a forward, B >= N of a graph, S sequences, R rows fed, T positions
