@@ -104,11 +104,8 @@ class ChainRunner(SlotFollower):
         tokens: int64 [N]; states: of a forward that has them."""
         packing = self.pack(slots, start, count)
         if self.graphs is not None:
-            hidden = self.graphs.forward(tokens, packing, *states)
-            if hidden is not None:
-                return hidden[: len(tokens)]
-        fed = to_device(tokens, self.runner.device)
-        return self.forward.hidden(fed, packing, *states)[: len(tokens)]
+            return self.graphs.hidden(tokens, packing, *states)[: len(tokens)]
+        return self.forward.hidden(to_device(tokens, self.runner.device), packing, *states)
 
     def pack(self, slots: np.ndarray, start: np.ndarray, count: np.ndarray) -> CachePacking:
         """Return the packing of `count` new positions of each slot from `start`."""

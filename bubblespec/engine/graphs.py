@@ -37,6 +37,7 @@ from weakref import WeakSet
 import numpy as np
 import torch
 
+from bubblespec.engine.arrays import to_device
 from bubblespec.engine.forward import ModelForward
 from bubblespec.engine.kv_cache import CachePacking, KVCache, pack_rows, pieces
 from bubblespec.engine.ops.view import TILE, View
@@ -94,7 +95,7 @@ class GraphPool:
     and the clean-up of captures that fail: all graphs of a pool are captured, or none.
 
     The host sends what a forward reads, or `fill` writes it on the device. The cache needs a spare
-    page. Ranks that compute together call `forward`, with the same packing, and `clear` alike."""
+    page. Ranks that compute together call `hidden`, with the same packing, and `clear` alike."""
 
     def __init__(
         self,
@@ -107,7 +108,8 @@ class GraphPool:
         """state_size: width of a second input of `forward.hidden`, one vector a token, or 0.
 
         fill: queues what writes token ids [B] and a view of B tokens, in front of a forward."""
-        self.of, self.cache, self.state_size, self.fill = forward, cache, state_size, fill
+        self.of: Any = forward  # one with states has a second input
+        self.cache, self.state_size, self.fill = cache, state_size, fill
         sizes = max_num_batched_tokens, cache.num_slots, forward.min_tokens, forward.fold
         # Tiles of another size round differently.
         self.shapes = graph_shapes(*sizes, TILES[-1:] if forward.is_invariant else TILES)
@@ -125,31 +127,23 @@ class GraphPool:
         """One line that says why there are no graphs, for a reason here or on another rank."""
         self._has_warned = False
 
-    def hidden(self, tokens: torch.Tensor, packing: CachePacking) -> torch.Tensor:
-        """Return what `forward` does or, if no graph fits, what the forward without graphs does."""
-        found = self.forward(tokens, packing)
-        return self.of.hidden(tokens, packing) if found is None else found
+    def hidden(
+        self, tokens: np.ndarray | torch.Tensor, packing: CachePacking, *states: torch.Tensor
+    ) -> torch.Tensor:
+        """Return the last hidden states [N or more, hidden] of packed tokens int64 [N].
 
-    def forward(
-        self,
-        tokens: np.ndarray | torch.Tensor,
-        packing: CachePacking,
-        states: torch.Tensor | None = None,
-    ) -> torch.Tensor | None:
-        """Return the last hidden states [B, hidden] of packed tokens int64 [N], first those of N.
-
-        They are valid until the next forward. None if no graph fits. tokens: on the host or the
-        device; states: [N, state_size], the second input."""
+        They are valid until the next forward, which is eager if no graph fits. tokens: on the host
+        or the device; states: [N, state_size], the second input, if it has one."""
         shape = self.shape_of(packing.count)
+        is_known = isinstance(tokens, np.ndarray)
         if shape is None or not self.are_ready():
-            return None
-        known = tokens if isinstance(tokens, np.ndarray) else np.zeros(len(tokens), np.int64)
-        self._send(known, packing, shape)
-        if isinstance(tokens, torch.Tensor):
-            ids, _ = self._read(shape)
-            ids[: len(tokens)] = tokens
-        if states is not None and self.states is not None:
-            self.states[: len(states)] = states
+            fed = to_device(tokens, packing.device) if is_known else tokens
+            return self.of.hidden(fed, packing, *states)
+        self._send(tokens if is_known else np.zeros(len(tokens), np.int64), packing, shape)
+        if not is_known:
+            self._read(shape)[0][: len(tokens)] = tokens
+        if self.states is not None:
+            self.states[: len(tokens)] = states[0]
         return self.replay(shape)
 
     def are_ready(self) -> bool:
@@ -278,9 +272,8 @@ class GraphPool:
         ids, view = self._read(shape)
         if self.fill is not None:
             self.fill(ids, view)
-        hidden: Callable[..., torch.Tensor] = self.of.hidden
         second = () if self.states is None else (self.states[: shape.tokens],)
-        found = hidden(ids, PaddedPacking(self.cache, view), *second)
+        found = self.of.hidden(ids, PaddedPacking(self.cache, view), *second)
         if self.results is None:  # in the rehearsal of the largest
             self.results = torch.empty_like(found)
         self.results[: shape.tokens] = found

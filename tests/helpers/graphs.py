@@ -41,20 +41,17 @@ def rehearse(run) -> None:
         run()
 
 
-def fail_at(monkeypatch, stage: str, times: list[int], applies=lambda: True) -> list[int]:
-    """Let memory run out in some calls of `graphs.rehearse` or `graphs.capture`. Returns a list of
-    all calls, which count from 0 where `applies()`."""
-    original, calls = getattr(graphs, stage), []
+def fail_at(monkeypatch, times) -> None:
+    """Let memory run out in some calls of `graphs.capture`, which count from 0."""
+    original, calls = graphs.capture, []
 
     def short_of_memory(*arguments):
-        if applies():
-            calls.append(len(calls))
-            if calls[-1] in times:
-                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+        calls.append(len(calls))
+        if calls[-1] in times:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
         return original(*arguments)
 
-    monkeypatch.setattr(graphs, stage, short_of_memory)
-    return calls
+    monkeypatch.setattr(graphs, "capture", short_of_memory)
 
 
 class Captures:
