@@ -241,12 +241,12 @@ class GraphPool:
         """Let all tokens of a forward be padding; makes its inputs at the first call."""
         device = self.of.weight().device
         if self._inputs is None:
-            size = FIELDS * _width(self.shapes[0])
-            self._inputs = torch.zeros(size, dtype=torch.int32, device=device)
             if self.state_size:
                 self.states = self.of.weight().new_zeros(self.shapes[0].tokens, self.state_size)
             if self.of.decoder is not None:  # some rotary embeddings ask the device
                 self.of.decoder.tables(self.cache.slot_length)
+            size = FIELDS * _width(self.shapes[0])  # last, as memory may run out before
+            self._inputs = torch.zeros(size, dtype=torch.int32, device=device)
         nothing = np.zeros(1, np.int64)
         self._send(nothing[:0], pack_rows(self.cache, nothing, nothing, device), shape)
 
