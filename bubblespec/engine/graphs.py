@@ -135,12 +135,14 @@ class GraphPool:
         They are valid until the next forward, which is eager if no graph fits. tokens: on the host
         or the device; states: [N, state_size], the second input, if it has one."""
         shape = self.shape_of(packing.count)
-        is_known = isinstance(tokens, np.ndarray)
         if shape is None or not self.are_ready():
-            fed = to_device(tokens, packing.device) if is_known else tokens
-            return self.of.hidden(fed, packing, *states)
-        self._send(tokens if is_known else np.zeros(len(tokens), np.int64), packing, shape)
-        if not is_known:
+            if isinstance(tokens, np.ndarray):
+                tokens = to_device(tokens, packing.device)
+            return self.of.hidden(tokens, packing, *states)
+        if isinstance(tokens, np.ndarray):
+            self._send(tokens, packing, shape)
+        else:
+            self._send(np.zeros(len(tokens), np.int64), packing, shape)
             self._read(shape)[0][: len(tokens)] = tokens
         if self.states is not None:
             self.states[: len(tokens)] = states[0]
