@@ -13,6 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2Config
 
 from bubblespec.distributed.ranks import set_cuda_defaults
+from bubblespec.engine.arrays import median_s
 from bubblespec.engine.attention import KERNELS, problem_of
 from bubblespec.engine.engine import Engine
 from bubblespec.engine.forward import ModelForward

@@ -73,7 +73,8 @@ def first_step(engine: Engine, case: str) -> Figure:
     started = time.perf_counter()
     engine.step(SamplingParams())
     seconds, captured = time.perf_counter() - started, engine.runner.graphs
-    note = "no graphs" if captured is None else captured.problem or f"{len(captured.shapes)} graphs"
+    pool = None if captured is None else captured.pool
+    note = "no graphs" if pool is None else pool.problem or f"{len(pool.shapes)} graphs"
     return Figure(f"{case}, first step", seconds, "s", note)
 
 
@@ -136,7 +137,7 @@ def graph_s(bench: Bench, action: Callable[[], object]) -> float:
 
     action()  # what it keeps for later calls comes from the host
     graphs.rehearse(calls)
-    return bench.seconds(graphs.capture(calls, None)[0]) / CALLS
+    return bench.seconds(graphs.capture(calls)) / CALLS
 
 
 @torch.inference_mode()

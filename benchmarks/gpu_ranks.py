@@ -73,7 +73,7 @@ def measure_tp(bench: Bench, ranks: Ranks) -> list[Figure]:
         figures.append(Figure(f"{case}, eager", eager_us, "us", note))
         if tp.can_capture:
             rehearse(partial(sums, NUM_SUMS))
-            graph_us = 1e6 * bench.seconds(capture(partial(sums, NUM_SUMS), None)[0]) / NUM_SUMS
+            graph_us = 1e6 * bench.seconds(capture(partial(sums, NUM_SUMS))) / NUM_SUMS
             figures.append(Figure(f"{case}, in a graph", graph_us, "us", note))
     for rows in bench.sizes((1, 4), (1, 4, 16)):
         for kind, launched in itertools.product(("alone", "together"), launches):

@@ -27,9 +27,18 @@ import torch
 from benchmarks.shared import write_json
 from bubblespec.draft.proposer import Proposer, make_proposer
 from bubblespec.draft.sources import History
-from bubblespec.engine.ahead import Standing, draft_of
 from bubblespec.engine.arrays import ragged
-from bubblespec.engine.batch import Batch, Drawn, Plan, Runner, SamplingParams, Texts, num_accepted
+from bubblespec.engine.batch import (
+    Batch,
+    Drawn,
+    Plan,
+    Runner,
+    SamplingParams,
+    Standing,
+    Texts,
+    draft_of,
+    num_accepted,
+)
 from bubblespec.engine.engine import Engine
 from bubblespec.engine.step_graphs import packed
 from bubblespec.planner.costs import CostModel

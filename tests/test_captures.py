@@ -5,14 +5,14 @@ import threading
 from collections import Counter
 from functools import partial
 from itertools import pairwise
+from weakref import WeakSet
 
 import numpy as np
 import pytest
 import torch
 
 from bubblespec.engine import graphs
-from bubblespec.engine.forward import GraphMemory
-from bubblespec.engine.graphs import ForwardGraphs
+from bubblespec.engine.graphs import GraphPool
 from bubblespec.engine.kv_cache import KVCache, pack_rows
 from bubblespec.errors import CAPTURE_HAS_FAILED, first_cause, is_out_of_memory
 from tests.helpers.documented import says
@@ -58,7 +58,11 @@ class Graph:
     """Stand-in for `torch.cuda.CUDAGraph`, of the thread that makes it."""
 
     def __init__(self, cuda: Cuda):
-        self.cuda, self.pool, self.has_ended = cuda, None, False
+        self.cuda, self.own_pool, self.has_ended = cuda, None, False
+
+    def pool(self):
+        assert self.has_ended
+        return self.own_pool
 
     def capture_begin(self, pool, capture_error_mode):
         cuda = self.cuda
@@ -66,7 +70,7 @@ class Graph:
         cuda.refuses_to_draw = True
         cuda.underway.append(pool)
         cuda.uses[pool] += 1
-        self.pool, cuda.capturing, cuda.is_valid = pool, self, True
+        self.own_pool, cuda.capturing, cuda.is_valid = pool, self, True
 
     def capture_end(self):
         cuda = self.cuda
@@ -76,13 +80,13 @@ class Graph:
         cuda.capturing = None
         if not cuda.is_valid:
             raise RuntimeError(INVALID)
-        cuda.end_pool(0, self.pool)
+        cuda.end_pool(0, self.own_pool)
         self.has_ended, cuda.refuses_to_draw = True, False
 
     def reset(self):
         if self.has_ended:
             self.has_ended = False
-            self.cuda.release_pool(0, self.pool)
+            self.cuda.release_pool(0, self.own_pool)
 
     def replay(self):
         assert self.has_ended and self.cuda.stream == MAIN
@@ -159,7 +163,7 @@ class Forward:
     min_tokens, fold, is_invariant, decoder = 1, 1, False, None
 
     def __init__(self, cuda: Cuda, tp: ThreadTPGroup | None = None):
-        self.cuda, self.memory, self.rank = cuda, GraphMemory(), 0 if tp is None else tp.rank
+        self.cuda, self.memory, self.rank = cuda, WeakSet(), 0 if tp is None else tp.rank
         self.gather_text = (lambda text: [text]) if tp is None else tp.gather_text
         self.num_calls = {"rehearse": 0, "capture": 0}
         self.faults: dict[tuple[str, int], object] = {}  # by stage and call
@@ -181,23 +185,30 @@ class Forward:
         pass
 
 
-def make_graphs(forward: Forward) -> tuple[ForwardGraphs, KVCache]:
+def make_graphs(forward: Forward) -> tuple[GraphPool, KVCache]:
     cache = KVCache(8, 64)
-    made = ForwardGraphs(forward, cache, 64)
+    made = GraphPool(forward, cache, 64)
     assert len(made.shapes) > 10
     return made, cache
 
 
-def replay(made: ForwardGraphs, cache: KVCache) -> bool:
+def pools_of(made: GraphPool) -> set[tuple]:
+    return {graph.pool() for graph in made.of.memory}
+
+
+def replay(made: GraphPool, cache: KVCache) -> bool:
     """Whether a forward of two tokens has a graph."""
     packing = pack_rows(cache, np.zeros(8, int), np.array([2] + [0] * 7), torch.device("cpu"))
-    return made.forward(np.array([4, 5]), packing) is not None
+    has_graphs = made.are_ready()
+    if has_graphs:
+        made.hidden(np.array([4, 5]), packing)
+    return has_graphs
 
 
 def test_captures_that_succeed_share_a_pool(cuda):
     made, cache = make_graphs(Forward(cuda))
     assert replay(made, cache) and cuda.stream == MAIN and not cuda.refuses_to_draw
-    assert +cuda.uses == {(0, 1): len(made.shapes)} and made.of.memory.pool == (0, 1)
+    assert +cuda.uses == {(0, 1): len(made.shapes)} and pools_of(made) == {(0, 1)}
     made.clear()
     assert cuda.is_clean()
 
@@ -212,7 +223,7 @@ def test_failed_capture_leaves_torch_as_it_was(cuda, capsys, number, fault, caus
     forward.faults["capture", number] = fault
     for _ in range(2):
         assert not replay(made, cache) and cuda.is_clean()
-        assert f"graphs: {cause} (" in made.problem and not made._graphs
+        assert f"graphs: {cause} (" in made.problem and not made.graphs
         assert forward.num_calls["capture"] == number + 1, "there is no second attempt"
         made.clear()
     printed = capsys.readouterr().err
@@ -233,11 +244,16 @@ def test_capture_without_memory_is_tried_again(cuda, capsys, number, fault, num_
     if num_faults == 2:
         assert cuda.is_clean() and printed.startswith(f"{WARNING}OutOfMemoryError: {NO_MEMORY}")
         made.clear()
+        for call in range(2):
+            forward.faults["capture", forward.num_calls["capture"] + call] = fault
+        assert not replay(made, cache) and not capsys.readouterr().err, "said once"
+        made.clear()
         assert replay(made, cache)
     else:
         assert not printed
-    assert (+cuda.uses).total() == len(made.shapes) and made.of.memory.pool in cuda.uses
-    assert forward.num_calls["capture"] == (number + 1) * num_faults + len(made.shapes)
+    assert (+cuda.uses).total() == len(made.shapes) and pools_of(made) == set(+cuda.uses)
+    failed = (number + 1) * num_faults + 2 * (num_faults == 2)
+    assert forward.num_calls["capture"] == failed + len(made.shapes)
     made.clear()
     assert cuda.is_clean()
 

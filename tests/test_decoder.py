@@ -217,7 +217,7 @@ def kernels_of_step(monkeypatch, name: str, num_layers: int) -> list[str]:
         launches = Launches(patch)
         with launches:
             engine.step(SamplingParams(temperature=0.7), None)
-        assert engine.runner.graphs.num_replays == 3, "the first step launches two"
+        assert engine.runner.graphs.pool.num_replays == 3, "the first step launches two"
     return launches.names
 
 

@@ -1,17 +1,15 @@
 """Forwards launched before the results of those before them: rows are those of depth 0."""
 
 import json
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
-import torch
 
-from bubblespec.engine.ahead import Pace
+from bubblespec.engine import arrays
+from bubblespec.engine.batch import Pace
 from bubblespec.engine.engine import Engine
 from bubblespec.engine.model_checks import prepare_model
 from bubblespec.engine.pages import Pages
-from bubblespec.engine.runner import nothing
 from tests.helpers import golden
 from tests.helpers.clocks import Clock
 from tests.helpers.generation import Drafter, as_dict, make_engine, make_prompts, make_rows
@@ -119,14 +117,13 @@ def test_pace_is_that_which_brings_more_tokens(forward_s, host_s, chance):
     assert not Pace(is_shared=True).goes_ahead(8, 1) and Pace(is_shared=True).goes_ahead(8, 0)
 
 
-def test_forward_without_samples_is_waited_for_alone(monkeypatch):
+def test_forward_without_samples_is_waited_for(monkeypatch, baseline):
     """Or its time would be the next one's: the cost model learns both."""
-    calls = []
-    event = SimpleNamespace(record=lambda: calls.append(1), synchronize=lambda: calls.append(2))
-    monkeypatch.setattr(torch.cuda, "Event", lambda: event)
-    wait = nothing(torch.device("cuda"))
-    assert calls == [1]
-    assert not len(wait().token) and calls == [1, 2]
+    waits, wait = [], arrays.wait
+    monkeypatch.setattr(arrays, "wait", lambda *of: waits.append(of) or wait(*of))
+    engine = make_engine(baseline[0], 2, seed=SEED, max_length=MAX_LENGTH)
+    engine.add(make_rows([(5, 6, 7, 8, 9)], 1, 4))
+    assert engine.step(PARAMS, None, 2)[0] == [] and len(waits) == 1
 
 
 def test_run_of_episodes_equals_recorded_run(monkeypatch, tmp_path):

@@ -7,10 +7,10 @@ import torch
 from test_triton_ops import DEVICE
 from test_triton_ops import pytestmark as pytestmark
 
-from bubblespec.engine.ahead import Standing, draft_of
 from bubblespec.engine.arrays import ragged
-from bubblespec.engine.batch import Plan, Texts, num_accepted, num_gained
-from bubblespec.engine.kv_cache import KVCache
+from bubblespec.engine.batch import Plan, Standing, Texts, draft_of, num_accepted, num_gained
+from bubblespec.engine.kv_cache import SPLIT, KVCache
+from bubblespec.engine.ops.view import View
 from bubblespec.engine.pages import Pages
 from bubblespec.engine.sampling import stream_counters
 from bubblespec.engine.step_graphs import DeviceRows
@@ -60,8 +60,7 @@ def test_kernels_equal_the_rule_in_numpy(seed):
     random = np.random.default_rng(seed)
     pages = Pages.for_rows(SLOTS, MAX_LENGTH, PAGE)
     cache = KVCache(SLOTS, pages.slot_length, 1, pages)
-    rows = DeviceRows(cache, MAX_LENGTH, TOKENS, SLOTS + TOKENS // 2)
-    rows.make(torch.device(DEVICE))
+    rows = DeviceRows(cache, MAX_LENGTH, TOKENS, torch.device(DEVICE))
     for _ in range(4):
         plan, texts, has_ended = make_case(random)
         if not plan.count.any():
@@ -70,10 +69,14 @@ def test_kernels_equal_the_rule_in_numpy(seed):
         pages.grow(texts.total)
         ids = random.integers(0, 1 << 10, (len(texts.slots), 3))
         rows.write(texts, ids)
-        state = rows.state(TOKENS, SLOTS + TOKENS // 2)
+        state = rows.state
         state.state[3, : len(has_ended)] = torch.from_numpy(has_ended)
         rows.send(plan, max_q := int(random.choice([2, 5, 16])))
-        got, view = rows.fill(ops, TOKENS, SLOTS + TOKENS // 2, max_q)
+        got, place, position = torch.zeros(3, TOKENS, dtype=torch.int32, device=DEVICE)
+        first, slot = torch.zeros(2, SLOTS + TOKENS // 2 + 1, dtype=torch.int32, device=DEVICE)
+        table = cache.block_table(torch.device(DEVICE))
+        view = View(place, position, first, slot[:-1], table, max_q, pages.slot_length, SPLIT)
+        rows.fill(got, view)
 
         text = np.zeros((SLOTS, MAX_LENGTH), np.int64)
         row, offset = ragged(texts.length)
@@ -144,8 +147,8 @@ def test_kernels_equal_the_rule_in_numpy(seed):
 
 def test_rows_move_with_all_that_is_known_of_them():
     cache = KVCache(3, 16, 1, Pages.for_rows(3, 16, 4))
-    rows = DeviceRows(cache, 16, 8, 3)
-    state = rows.make(torch.device(DEVICE))
+    rows = DeviceRows(cache, 16, 8, torch.device(DEVICE))
+    state = rows.state
     texts = Texts(*(np.array(of) for of in ([0, 2], [3, 2], [2, 1], [9, 8], [5, 6, 7, 8, 9])))
     rows.write(texts, np.array([(1, 2, 3), (4, 5, 6)]))
     rows.move(2, 0)

@@ -244,9 +244,9 @@ def test_forwards_are_timed_in_graphs(monkeypatch):
         timed.append(action())
         return 1.0
 
-    def capture(run, pool):
+    def capture(run, memory=None):
         """Capture a forward by the stand-in, and calls of single kernels here."""
-        return captures(run, pool) if isinstance(run, partial) else (partial(once, run), None)
+        return partial(once, run, None) if memory is None else captures(run, memory)
 
     captures = stand_in(monkeypatch)
     monkeypatch.setattr(graphs, "capture", capture)

@@ -1,7 +1,6 @@
 """The engine of a GPU in triton's interpreter, its graphs being calls, against torch's engine."""
 
 import copy
-import threading
 from types import SimpleNamespace
 
 import numpy as np
@@ -11,7 +10,7 @@ import torch
 from bubblespec.engine import kv_cache, step_graphs
 from bubblespec.engine.batch import SamplingParams
 from bubblespec.engine.engine import Engine
-from bubblespec.engine.graphs import FIELDS, TILES, ForwardGraphs, padded
+from bubblespec.engine.graphs import FIELDS, TILES, GraphPool, padded
 from bubblespec.engine.kv_cache import KVCache, pack_rows
 from bubblespec.engine.model_checks import prepare_model
 from bubblespec.engine.ops import torch_ops
@@ -56,6 +55,12 @@ def num_launched(engine: Engine) -> int:
     return engine.num_forwards + len(engine.flights)
 
 
+def samplers_of(engine: Engine) -> list[tuple]:
+    """Return the keys of graphs of sampling: positions, distribution and seed."""
+    pool = engine.runner.graphs.pool
+    return [key for key in pool.graphs if key not in pool.shapes]
+
+
 def plain_rows(model, params, rows=None) -> dict:
     engine = make_engine(model, 6, **SIZES)
     assert engine.runner.forward.ops is torch_ops and engine.runner.graphs is None
@@ -86,7 +91,7 @@ def test_rows_of_graphs_equal_rows_of_torch(monkeypatch, name, params, num_pages
     assert (engine.runner.forward.decoder is None) == (name in ("gemma", "deepseek"))
     drafts = None if corrupted is None else Drafter(wanted, corrupted)
     assert as_dict(engine.run(make(), params, drafts)) == wanted
-    found = engine.runner.graphs
+    found = engine.runner.graphs.pool
     assert found.problem is None and found.num_replays == num_launched(engine)
     num_sampled = 0 if params.truncates else len({shape.tokens for shape in found.shapes})
     assert captures.pools == [None] + [POOL] * (len(found.shapes) + num_sampled - 1)
@@ -102,9 +107,9 @@ def test_large_steps_sample_without_graphs(monkeypatch):
     engine = make_engine(model, 6, **SIZES, max_num_batched_tokens=16)
     for _ in range(2):
         assert as_dict(engine.run(make_few(), WARM, Drafter(wanted, 0.0))) == wanted
-    graphs = engine.runner.graphs
+    graphs = engine.runner.graphs.pool
     assert graphs.problem is None and graphs.num_replays == num_launched(engine)
-    assert [list(of) for of in graphs._samplers.values()] == [[4]]
+    assert samplers_of(engine) == [(4, WARM, SEED)]
     eager = make_engine(model, 6, **SIZES, enforce_eager=True)
     assert as_dict(eager.run(make_few(), WARM)) == wanted and eager.runner.graphs is None
     assert eager.runner.forward.ops is not torch_ops
@@ -125,7 +130,7 @@ def test_another_temperature_leaves_the_step_unchanged(monkeypatch):
             engine.step([SamplingParams(), WARM, GREEDY][of % 3], None)
             number += 1
         found.append(as_dict(rows))
-    assert found[0] == found[1] and len(engine.runner.graphs._samplers) == 3
+    assert found[0] == found[1] and len({of[1:] for of in samplers_of(engine)}) == 3
 
 
 def test_step_copies_once_launches_two_and_then_waits_once(monkeypatch):
@@ -161,7 +166,7 @@ def test_every_number_of_tokens_fits_a_graph(num_slots, largest, fold):
     """Padding is at most a third beyond eight tokens, in no sequence, and in the spare page."""
     rng, cache = np.random.default_rng(num_slots + fold), KVCache(num_slots, 4096)
     forward = SimpleNamespace(min_tokens=1, fold=fold, is_invariant=False)
-    graphs = ForwardGraphs(forward, cache, largest)
+    graphs = GraphPool(forward, cache, largest)
     assert len(graphs.shapes) <= 50 and graphs.shapes == sorted(graphs.shapes, reverse=True)
     shapes = set()
     for case in range(1000):
@@ -195,29 +200,28 @@ def test_every_number_of_tokens_fits_a_graph(num_slots, largest, fold):
 
 def test_invariant_forwards_have_one_kind_of_tile():
     forward = SimpleNamespace(min_tokens=64, fold=4, is_invariant=True)
-    shapes = ForwardGraphs(forward, KVCache(9, 4096), 512).shapes
+    shapes = GraphPool(forward, KVCache(9, 4096), 512).shapes
     assert {shape.max_q for shape in shapes} == {16} and shapes[-1].tokens == 64
 
 
 WARNING = "warning: forwards are eager, not CUDA graphs: "
 
 
-def run_again(monkeypatch, capsys, model, stage: str = "", times=(), *, plain=None, runs=2):
-    """Run an engine with graphs some times, with releases in between, and check its rows.
-    Returns replays of forwards after each run, pools, and the lines printed."""
+def run_again(monkeypatch, capsys, model, times=(), *, plain=None):
+    """Run an engine with graphs twice, with a release in between, and check its rows. Returns
+    replays of forwards after each run, pools, and the lines printed. times: see `fail_at`."""
     wanted = plain_rows(plain or model, WARM, make_few())
     captures = stand_in(monkeypatch)
-    if stage:
-        fail_at(monkeypatch, stage, times)
+    fail_at(monkeypatch, times)
     engine = make_engine(model, 2, **FEW)
-    graphs, replays = engine.runner.graphs, []
-    for _ in range(runs):
+    graphs, replays = engine.runner.graphs.pool, []
+    for _ in range(2):
         assert as_dict(engine.run(make_few(), WARM)) == wanted
         replays.append(graphs.num_replays)
-        assert (graphs.problem is None) == bool(graphs._graphs)
+        assert (graphs.problem is None) == bool(graphs.graphs)
         engine.release()
-        assert engine.runner.cache.num_bytes() == 0 and not graphs._samplers
-    assert replays[-1] in (0, *(engine.num_forwards * n // runs for n in (1, runs)))
+        assert engine.runner.cache.num_bytes() == 0 and not graphs.graphs
+    assert replays[-1] in (0, engine.num_forwards // 2, engine.num_forwards)
     return replays, captures.pools, capsys.readouterr().err.splitlines()
 
 
@@ -236,26 +240,18 @@ def test_graphs_of_sampling_without_memory_leave_the_rows_as_they_are(monkeypatc
     model = make_model(**ONE_LAYER)
     wanted = plain_rows(model, WARM, make_few())
     stand_in(monkeypatch)
-    fail_at(monkeypatch, "capture", [3, 4])
+    fail_at(monkeypatch, [3, 4])
     engine = make_engine(model, 2, **FEW)
     assert as_dict(engine.run(make_few(), WARM)) == wanted
     assert not engine.runner.keeps_rows and capsys.readouterr().err.startswith(WARNING)
 
 
-@pytest.mark.parametrize("stage, times", [("rehearse", [1]), ("capture", [3])])
-def test_graphs_are_tried_again_when_memory_runs_out(monkeypatch, capsys, stage, times):
-    """The last case is a graph of sampling, for which those of forwards stay."""
-    replays, pools, printed = run_again(monkeypatch, capsys, make_model(**ONE_LAYER), stage, times)
+def test_graphs_of_sampling_are_tried_again_when_memory_runs_out(monkeypatch, capsys):
+    """Those of forwards stay. Other graphs: test_captures.py."""
+    model = make_model(**ONE_LAYER)
+    replays, pools, printed = run_again(monkeypatch, capsys, model, [3])
     assert replays[0] > 2 and not printed
     assert pools.count(None) == 2, "one for each run"
-
-
-def test_graphs_come_back_at_a_release_after_memory_ran_out(monkeypatch, capsys):
-    """Both attempts of two rollouts fail, with one warning; the third has graphs."""
-    model, times = make_model(**ONE_LAYER), [0, 1, 2, 3]
-    replays, _, (line,) = run_again(monkeypatch, capsys, model, "rehearse", times, runs=3)
-    assert replays[:2] == [0, 0] and replays[2] > 2
-    assert line.startswith(WARNING) and "Tried to allocate 2 GiB" in line
 
 
 def test_replays_see_weights_changed_in_place(monkeypatch):
@@ -286,11 +282,9 @@ class CapturedSums(ThreadTPGroup):
         return tensor if self.captures.stage == "capture" else super().sum_(tensor)
 
 
-def run_ranks(monkeypatch, model, work, short: tuple = ()) -> list:
-    """Run work(tp, engine) on two ranks. short: of `fail_at`."""
+def run_ranks(monkeypatch, model, work) -> list:
+    """Run work(tp, engine) on two ranks."""
     captures = stand_in(monkeypatch)
-    if short:
-        fail_at(monkeypatch, *short)
 
     def of_rank(tp):
         own = CapturedSums(tp.meeting, tp.rank)
@@ -306,7 +300,7 @@ def test_rows_of_replayed_shards_equal_plain_rows(monkeypatch):
     wanted = plain_rows(model, WARM, make_few())
 
     def of_rank(tp, engine: Engine):
-        graphs, sums = engine.runner.graphs, []
+        graphs, sums = engine.runner.graphs.pool, []
         connect = graphs.of.connect
         graphs.of.connect = lambda: (sums.append(tp.num_sums), connect(), sums.append(tp.num_sums))
         found = as_dict(engine.run(make_few(), WARM, Drafter(wanted, 0.3)))
@@ -316,28 +310,3 @@ def test_rows_of_replayed_shards_equal_plain_rows(monkeypatch):
         return found
 
     assert run_ranks(monkeypatch, model, of_rank) == [wanted] * 2
-
-
-@pytest.mark.parametrize(
-    "stage, times, attempts", [("rehearse", [1, 2], 1), ("capture", [0, 1], 1), ("capture", [1], 0)]
-)
-def test_out_of_memory_of_a_rank_is_agreed_on(monkeypatch, capsys, stage, times, attempts):
-    """The failing rank alone tries again; after two failures no rank has graphs until a release."""
-    model, failing = make_model(**ONE_LAYER), threading.local()
-    wanted = plain_rows(model, WARM, make_few(2))
-
-    def of_rank(tp, engine: Engine):
-        if tp.rank == 1:
-            failing.rank = 1
-        for attempt in range(2):
-            assert as_dict(engine.run(make_few(2), WARM)) == wanted
-            graphs, has_graphs = engine.runner.graphs, attempt >= attempts
-            assert (graphs.problem is None) == bool(graphs._graphs) == has_graphs
-            engine.release()
-        return graphs.num_replays * 2 / engine.num_forwards
-
-    short = stage, times, lambda: hasattr(failing, "rank")
-    assert run_ranks(monkeypatch, model, of_rank, short) == [2 - attempts] * 2
-    lines = capsys.readouterr().err.splitlines()
-    assert len(lines) == attempts
-    assert all(line.startswith(WARNING) and "Tried to allocate" in line for line in lines)

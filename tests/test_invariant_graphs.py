@@ -12,7 +12,7 @@ from bubblespec.config.file import load_config
 from bubblespec.distributed.ranks import Ranks
 from bubblespec.engine.batch import SamplingParams
 from bubblespec.engine.engine import Engine
-from bubblespec.engine.graphs import TILES, ForwardGraphs, graph_sizes
+from bubblespec.engine.graphs import TILES, GraphPool, graph_sizes
 from bubblespec.engine.kv_cache import PAGE, SPLIT, pack_rows
 from bubblespec.engine.model_checks import prepare_model
 from bubblespec.mechanisms import Run, batch_invariant
@@ -73,7 +73,7 @@ def test_token_has_the_same_bits_in_every_forward(products):
     """Alone, among others in a graph, in a larger eager forward, next to a row of two splits."""
     runner = runner_of(3, SPLIT + 40)
     forward, cache, views = runner.forward, runner.cache, []
-    graphs, attend = ForwardGraphs(forward, cache, MOST), forward.decoder.attend
+    graphs, attend = GraphPool(forward, cache, MOST), forward.decoder.attend
     forward.decoder.attend = lambda *of: views.append(of[1].view) or attend(*of)
     text = torch.from_numpy(np.random.default_rng(0).integers(0, VOCAB, 10))
     found, long = [], SPLIT + 1  # whose keys are zeros
@@ -137,7 +137,7 @@ def test_check_has_room_for_the_largest_forward_alone(monkeypatch):
     lengths = row_lengths(runner.num_slots, runner.max_length)
     assert lengths.max() > SPLIT and lengths.sum() >= most == runner.max_num_batched_tokens
     assert runner.pages.needed(lengths).sum() == runner.pages.num_pages < most / PAGE + 3
-    assert runner.graphs.sizes[-1] == most
+    assert runner.graphs.pool.sizes[-1] == most
 
 
 def test_check_finds_eager_tiles_of_another_size(products):

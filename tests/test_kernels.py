@@ -87,7 +87,7 @@ def test_run_goes_on_with_torch(monkeypatch, model, wanted, operation):
     assert (graphs is None) == (operation in (ops.ATTEND, ops.ROWS))
     rows, grads = wanted
     assert as_dict(engine.run(make_few(), WARM, Drafter(rows, 0.3))) == rows
-    assert graphs is None or (graphs.problem is None and graphs.num_replays)
+    assert graphs is None or (graphs.pool.problem is None and graphs.pool.num_replays)
     for name, found in gradients(model).items():
         assert (found - grads[name]).norm() <= 1e-5 * grads[name].norm(), name
 

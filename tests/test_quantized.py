@@ -298,7 +298,7 @@ def test_renewed_copy_in_graphs_has_the_new_weights(monkeypatch):
         copies.copy.note_update()
         copies.copy.renew(lambda: 0.0, 1.0)
     policy.release()
-    assert not copies.graphs._graphs
+    assert not copies.graphs.graphs
 
 
 test_renewed_copy_in_graphs_has_the_new_weights.pytestmark = needs_interpreter

@@ -25,7 +25,7 @@ from bubblespec.engine.arrays import to_device, to_host
 from bubblespec.engine.batch import SamplingParams
 from bubblespec.engine.engine import Engine
 from bubblespec.engine.forward import ModelForward, SlotFollower
-from bubblespec.engine.graphs import ForwardGraphs
+from bubblespec.engine.graphs import GraphPool
 from bubblespec.engine.kv_cache import CachePacking, KVCache, pack_rows
 from bubblespec.engine.runner import ModelRunner
 from bubblespec.engine.sampling import draw_among
@@ -53,13 +53,13 @@ class ChainRunner(SlotFollower):
         max_graph_tokens: int,
         state_size: int = 0,
     ):
-        """params: of the engine's rows; the others: see `ForwardGraphs`."""
+        """params: of the engine's rows; the others: see `GraphPool`."""
         self.engine, self.params, self.cache = engine, params, cache
         self.runner = cast(ModelRunner, engine.runner)
         self.forward: Any = forward  # one with states has a second input
-        self.graphs: ForwardGraphs | None = None
+        self.graphs: GraphPool | None = None
         if self.runner.graphs is not None:
-            self.graphs = ForwardGraphs(forward, cache, max_graph_tokens, state_size)
+            self.graphs = GraphPool(forward, cache, max_graph_tokens, state_size)
 
     def can_draft(self, slots: np.ndarray) -> np.ndarray:
         """Whether chains can begin in slots int64 [M], or -1: bool [M]."""
@@ -104,11 +104,8 @@ class ChainRunner(SlotFollower):
         tokens: int64 [N]; states: of a forward that has them."""
         packing = self.pack(slots, start, count)
         if self.graphs is not None:
-            hidden = self.graphs.forward(tokens, packing, *states)
-            if hidden is not None:
-                return hidden[: len(tokens)]
-        fed = to_device(tokens, self.runner.device)
-        return self.forward.hidden(fed, packing, *states)[: len(tokens)]
+            return self.graphs.hidden(tokens, packing, *states)[: len(tokens)]
+        return self.forward.hidden(to_device(tokens, self.runner.device), packing, *states)
 
     def pack(self, slots: np.ndarray, start: np.ndarray, count: np.ndarray) -> CachePacking:
         """Return the packing of `count` new positions of each slot from `start`."""

@@ -1,6 +1,8 @@
-"""Arrays of rows of unequal lengths, one after the other, and copies between host and device."""
+"""Arrays of rows of unequal lengths, one after the other; copies from and to a device; waits."""
 
+import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -76,3 +78,23 @@ def wait(copied: torch.Tensor, is_done: torch.cuda.Event | None) -> np.ndarray:
     if is_done is not None:
         is_done.synchronize()
     return copied.numpy()
+
+
+def median_s(
+    action: Callable[[], object],
+    device: torch.device | None = None,
+    clock: Any = time,
+    warm_up: int = 3,
+    num_timed: int = 20,
+) -> float:
+    """Return the median seconds of a call, until the device is done: calls behind the first ones.
+
+    device: None for calls that return when they are done."""
+    seconds = []
+    for _ in range(warm_up + num_timed):
+        began_s = clock.perf_counter()
+        action()
+        if device is not None and device.type == "cuda":
+            torch.cuda.synchronize(device)
+        seconds.append(clock.perf_counter() - began_s)
+    return float(np.median(seconds[warm_up:]))

@@ -23,15 +23,17 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from bubblespec.engine.ahead import Pace, Standing, draft_of
 from bubblespec.engine.arrays import ragged
 from bubblespec.engine.batch import (
     Batch,
     Drawn,
+    Pace,
     Plan,
     Runner,
     SamplingParams,
+    Standing,
     Texts,
+    draft_of,
     is_stop,
     num_accepted,
     num_gained,

@@ -7,10 +7,10 @@ Shape legend: N packed tokens, T positions sampled, V vocabulary.
 """
 
 import contextlib
-import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, cast
+from weakref import WeakSet
 
 import numpy as np
 import torch
@@ -24,18 +24,6 @@ from bubblespec.engine.ops import ROWS, SAMPLE, has_kernels, ops_for
 from bubblespec.engine.sampling import Noise, sample
 
 Sampled = tuple[torch.Tensor, torch.Tensor]  # see `sampling.sample`
-
-
-class GraphMemory:
-    """Memory of CUDA graphs, shared by forwards: results are valid until the next replay of any."""
-
-    def __init__(self) -> None:
-        self.pools: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # by `ForwardGraphs`
-
-    @property
-    def pool(self) -> tuple | None:
-        """The pool that existing graphs use."""
-        return next(iter(self.pools.values()), None)
 
 
 class SlotFollower:
@@ -72,15 +60,16 @@ class ModelForward:
         model: torch.nn.Module,
         *,
         enforce_eager: bool = False,
-        memory: GraphMemory | None = None,
+        memory: WeakSet | None = None,
     ):
-        """memory: of other forwards' graphs."""
+        """memory: of other forwards, whose graphs share it."""
         self.model = model
         weight = self.weight()
         self.type = weight.device, weight.dtype
         self.ops = ops_for(*self.type)
         self.decoder = self.make_decoder()
-        self.memory = memory or GraphMemory()
+        self.memory: WeakSet = WeakSet() if memory is None else memory
+        """CUDA graphs with one memory: results are valid until the next replay of any."""
         # The shapes of torch's attention depend on lengths.
         self.is_eager = enforce_eager or not has_kernels(*self.type, ROWS)
         self.reduce = self.ops.best_and_sum

@@ -29,15 +29,17 @@ Shape legend: N tokens of a forward, B >= N tokens of a graph, S sequences that 
 
 import contextlib
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import cache, partial
 from typing import Any, NamedTuple
+from weakref import WeakSet
 
 import numpy as np
 import torch
 
+from bubblespec.engine.arrays import to_device
 from bubblespec.engine.forward import ModelForward
-from bubblespec.engine.kv_cache import CachePacking, KVCache, pieces
+from bubblespec.engine.kv_cache import CachePacking, KVCache, pack_rows, pieces
 from bubblespec.engine.ops.view import TILE, View
 from bubblespec.errors import (
     fallback,
@@ -54,6 +56,7 @@ SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
 GROWTH, STEP = 4 / 3, 64  # of larger sizes
 TILES = (16, TILE)  # tokens times query heads of a block
 FIELDS = 5  # of a forward's inputs, see `padded`
+ALIGNMENT = 16  # numbers
 
 
 class Shape(NamedTuple):
@@ -83,10 +86,16 @@ class PaddedPacking(NamedTuple):
         return self.cache.locate(self.place)
 
 
-class ForwardGraphs:
-    """CUDA graphs of forwards alone, whose inputs the host sends. The cache needs a spare page.
+class GraphPool:
+    """Captured forwards of one model over one cache, and captured callables behind them.
 
-    Ranks that compute together call `forward`, with the same packing, and `clear` alike."""
+    This is the CUDA-graph pool of TLT ("Taming the long tail", arXiv 2511.16665), which captures
+    in advance what policy and draft models may need. Its graphs share a memory, also with those of
+    other forwards with the same `ModelForward.memory`; a few sizes, to which forwards are padded;
+    and the clean-up of captures that fail: all graphs of a pool are captured, or none.
+
+    The host sends what a forward reads, or `fill` writes it on the device. The cache needs a spare
+    page. Ranks that compute together call `hidden`, with the same packing, and `clear` alike."""
 
     def __init__(
         self,
@@ -94,68 +103,64 @@ class ForwardGraphs:
         cache: KVCache,
         max_num_batched_tokens: int,
         state_size: int = 0,
+        fill: Callable[[torch.Tensor, View], object] | None = None,
     ):
-        """state_size: width of a second input of `forward.hidden`, one vector a token, or 0."""
-        self.of, self.cache, self.state_size = forward, cache, state_size
+        """state_size: width of a second input of `forward.hidden`, one vector a token, or 0.
+
+        fill: queues what writes token ids [B] and a view of B tokens, in front of a forward."""
+        self.of: Any = forward  # one with states has a second input
+        self.cache, self.state_size, self.fill = cache, state_size, fill
         sizes = max_num_batched_tokens, cache.num_slots, forward.min_tokens, forward.fold
         # Tiles of another size round differently.
         self.shapes = graph_shapes(*sizes, TILES[-1:] if forward.is_invariant else TILES)
         """Sizes, largest first."""
         self.sizes = sorted({shape.tokens for shape in self.shapes})
+        self.graphs: dict[Any, Callable[[], None]] = {}
+        """Replays: of forwards by their shapes, of others by the keys given to `capture`."""
         self.states: torch.Tensor | None = None
         """Second input at a fixed address, [B of the largest, state_size]."""
+        self.results: torch.Tensor | None = None
+        """Hidden states of all forwards at a fixed address, [B of the largest, C]."""
         self._inputs: torch.Tensor | None = None  # int32, see `padded`
-        self._hidden: torch.Tensor | None = None  # results of all forwards, [B of the largest, C]
         self.num_replays = 0
         self.problem: str | None = None
-        """One line that says why the forward cannot be captured, here or on another rank."""
+        """One line that says why there are no graphs, for a reason here or on another rank."""
         self._has_warned = False
-        self._graphs: dict[Shape, Callable[[], None]] = {}
 
-    def hidden(self, tokens: torch.Tensor, packing: CachePacking) -> torch.Tensor:
-        """Return what `forward` does or, if no graph fits, what the forward without graphs does."""
-        found = self.forward(tokens, packing)
-        return self.of.hidden(tokens, packing) if found is None else found
+    def hidden(
+        self, tokens: np.ndarray | torch.Tensor, packing: CachePacking, *states: torch.Tensor
+    ) -> torch.Tensor:
+        """Return the last hidden states [N or more, hidden] of packed tokens int64 [N].
 
-    def forward(
-        self,
-        tokens: np.ndarray | torch.Tensor,
-        packing: CachePacking,
-        states: torch.Tensor | None = None,
-    ) -> torch.Tensor | None:
-        """Return the last hidden states [B, hidden] of packed tokens int64 [N], first those of N.
-
-        They are valid until the next forward. None if no graph fits. tokens: on the host or the
-        device; states: [N, state_size], the second input."""
+        They are valid until the next forward, which is eager if no graph fits. tokens: on the host
+        or the device; states: [N, state_size], the second input, if it has one."""
         shape = self.shape_of(packing.count)
         if shape is None or not self.are_ready():
-            return None
-        self.cache.block_table(packing.device)  # is up to date
-        known = tokens if isinstance(tokens, np.ndarray) else np.zeros(len(tokens), np.int64)
-        inputs = np.zeros((FIELDS, shape.tokens + 1), np.int32)
-        padded(known, packing, shape, inputs)
-        assert self._inputs is not None
-        flat = torch.from_numpy(inputs.ravel())
-        self._inputs[: len(flat)].copy_(flat, non_blocking=True)
-        if isinstance(tokens, torch.Tensor):
-            ids, *_ = self._fields(shape)
-            ids[: len(tokens)] = tokens
-        if states is not None and self.states is not None:
-            self.states[: len(states)] = states
+            if isinstance(tokens, np.ndarray):
+                tokens = to_device(tokens, packing.device)
+            return self.of.hidden(tokens, packing, *states)
+        if isinstance(tokens, np.ndarray):
+            self._send(tokens, packing, shape)
+        else:
+            self._send(np.zeros(len(tokens), np.int64), packing, shape)
+            self._read(shape)[0][: len(tokens)] = tokens
+        if self.states is not None:
+            self.states[: len(tokens)] = states[0]
         return self.replay(shape)
 
     def are_ready(self) -> bool:
         """Whether there are graphs, which are captured if this is the first call."""
-        if not self._graphs and not self.problem:
-            self._capture()
+        if not self.graphs and not self.problem:
+            self.capture({shape: partial(self._run, shape) for shape in self.shapes}, self._empty)
         return not self.problem
 
     def replay(self, shape: Shape) -> torch.Tensor:
         """Return the hidden states [B, hidden] of the inputs as they are."""
-        assert self._hidden is not None
-        self._graphs[shape]()
+        assert self.results is not None
+        self.cache.block_table(self.results.device)  # is up to date
+        self.graphs[shape]()
         self.num_replays += 1
-        return self._hidden[: shape.tokens]
+        return self.results[: shape.tokens]
 
     def shape_of(self, count: np.ndarray) -> Shape | None:
         """Return the smallest shape that fits rows of so many tokens, int64 [R].
@@ -170,38 +175,53 @@ class ForwardGraphs:
                 return shape
         return None
 
+    def capture(
+        self,
+        runs: dict[Any, Callable[[], object]],
+        prepare: Callable[[Any], object] = lambda key: None,
+    ) -> None:
+        """Capture callables, in this order, as `graphs`: on all ranks or, with a problem, none.
+
+        prepare: is called with a callable's key before it runs."""
+
+        def rehearse_all() -> None:
+            with self.of.rehearsal(self.sizes):
+                for key, run in runs.items():
+                    prepare(key)
+                    rehearse(run)
+
+        def record_all() -> None:
+            for key, run in runs.items():
+                prepare(key)
+                self.graphs[key] = capture(run, self.of.memory)
+
+        self.cache.block_table(self.of.weight().device)  # is up to date: no graph has its copy
+        if self._on_all(rehearse_all, runs):
+            self.of.connect()
+            self._on_all(record_all, runs)
+
     def clear(self) -> None:
         """Give graphs and their memory back; the next forward captures them again."""
-        self._give_up()
+        self._forget(list(self.graphs))
+        self.states = self.results = self._inputs = None
         if self.problem and is_out_of_memory(self.problem):
             self.problem = None
 
-    def _forget(self) -> None:
-        """Give the graphs' memory back, once no replay uses it."""
-        if self._graphs and torch.cuda.is_initialized():
+    def _forget(self, keys: Iterable) -> None:
+        """Give graphs' memory back, once no replay uses it."""
+        if self.graphs and torch.cuda.is_initialized():
             torch.cuda.current_stream().synchronize()
-        self._graphs.clear()
-        self.of.memory.pools.pop(self, None)
+        for key in keys:
+            self.graphs.pop(key, None)
 
-    def _give_up(self) -> None:
-        self._forget()
-        self.states = self._inputs = self._hidden = None
-
-    def _capture(self) -> None:
-        """Capture graphs of all shapes, or of none; on all ranks, or on none."""
-        self.cache.block_table(self.of.weight().device)  # is up to date: no graph has its copy
-        if self._on_all(self._rehearse):
-            self.of.connect()
-            self._on_all(self._record)
-
-    def _on_all(self, stage: Callable[[], None], forget: Callable[[], None] | None = None) -> bool:
+    def _on_all(self, stage: Callable[[], None], keys: Iterable) -> bool:
         """Whether all ranks have completed a stage that exchanges nothing; else all give up.
 
-        Where memory runs out, the allocator's unused memory is given back for a second attempt,
-        behind `forget`, by default that of all graphs."""
+        Where memory runs out, the allocator's unused memory and that of the graphs to capture are
+        given back for a second attempt."""
 
         def with_free_memory() -> None:
-            (forget or self._forget)()
+            self._forget(keys)
             torch.cuda.empty_cache()
             stage()
 
@@ -211,7 +231,7 @@ class ForwardGraphs:
         problem = first_problem(problem, self.of.gather_text)
         if problem is None:
             return True
-        self._give_up()
+        self.clear()
         key = "rollout.enforce_eager=true"
         self.problem = fallback("forwards are eager, not CUDA graphs", problem, key)
         if self.of.rank == 0 and not self._has_warned:  # memory may run out at every step
@@ -219,62 +239,51 @@ class ForwardGraphs:
             log(f"warning: {self.problem}")
         return False
 
-    def _rehearse(self) -> None:
-        """Run each forward once, without sums over ranks."""
-        weight, most = self.of.weight(), self.shapes[0].tokens
-        if self.state_size:
-            self.states = weight.new_zeros(most, self.state_size)
-        self._make_inputs(weight.device)
-        self._hidden = None
-        if self.of.decoder is not None:  # some rotary embeddings ask the device
-            self.of.decoder.tables(self.cache.slot_length)
-        with self.of.rehearsal([shape.tokens for shape in self.shapes]):
-            for shape in self.shapes:
-                self._clear_inputs(shape)
-                rehearse(partial(self._run, shape))
+    def _empty(self, shape: Shape) -> None:
+        """Let all tokens of a forward be padding; makes its inputs at the first call."""
+        device = self.of.weight().device
+        if self._inputs is None:
+            if self.state_size:
+                self.states = self.of.weight().new_zeros(self.shapes[0].tokens, self.state_size)
+            if self.of.decoder is not None:  # some rotary embeddings ask the device
+                self.of.decoder.tables(self.cache.slot_length)
+            size = FIELDS * _width(self.shapes[0])  # last, as memory may run out before
+            self._inputs = torch.zeros(size, dtype=torch.int32, device=device)
+        nothing = np.zeros(1, np.int64)
+        self._send(nothing[:0], pack_rows(self.cache, nothing, nothing, device), shape)
 
-    def _record(self) -> None:
-        memory = self.of.memory
-        for shape in self.shapes:
-            self._clear_inputs(shape)
-            run = partial(self._run, shape)
-            self._graphs[shape], memory.pools[self] = capture(run, memory.pool)
-
-    def _make_inputs(self, device: torch.device) -> None:
-        size = FIELDS * (self.shapes[0].tokens + 1)
-        self._inputs = torch.zeros(size, dtype=torch.int32, device=device)
-
-    def _clear_inputs(self, shape: Shape) -> None:
-        """Let all tokens of a forward be padding."""
-        nothing = np.zeros((FIELDS, shape.tokens + 1), np.int32)
-        nothing[1] = self.cache.num_pages * self.cache.page_size
+    def _send(self, tokens: np.ndarray, packing: CachePacking, shape: Shape) -> None:
+        """Send a forward's inputs to the device."""
         assert self._inputs is not None
-        flat = torch.from_numpy(nothing.ravel())
-        self._inputs[: len(flat)].copy_(flat)
-
-    def _fields(self, shape: Shape) -> tuple[torch.Tensor, ...]:
-        """Return the rows of a forward's inputs, see `padded`."""
-        assert self._inputs is not None
-        fields = self._inputs[: FIELDS * (shape.tokens + 1)].view(FIELDS, -1)
-        ids, place, position = fields[:3, : shape.tokens]
-        first, slot = fields[3:, : shape.sequences + 1]
-        return ids, place, position, first, slot[:-1]
+        inputs = np.zeros((FIELDS, _width(shape)), np.int32)
+        padded(tokens, packing, shape, inputs)
+        flat = torch.from_numpy(inputs.ravel())
+        self._inputs[: len(flat)].copy_(flat, non_blocking=True)
 
     def _read(self, shape: Shape) -> tuple[torch.Tensor, View]:
         """Return token ids and the view of a forward's inputs."""
-        ids, place, position, first, slot = self._fields(shape)
+        assert self._inputs is not None
+        fields = self._inputs[: FIELDS * _width(shape)].view(FIELDS, -1)
+        ids, place, position = fields[:3, : shape.tokens]
+        first, slot = fields[3:, : shape.sequences + 1]
         length, table = self.cache.slot_length, self.cache.block_table(ids.device)
         sizes = shape.max_q, length, self.cache.split_of(shape.tokens, length)
-        return ids, View(place, position, first, slot, table, *sizes)
+        return ids, View(place, position, first, slot[:-1], table, *sizes)
 
     def _run(self, shape: Shape) -> None:
         ids, view = self._read(shape)
-        hidden: Callable[..., torch.Tensor] = self.of.hidden
+        if self.fill is not None:
+            self.fill(ids, view)
         second = () if self.states is None else (self.states[: shape.tokens],)
-        found = hidden(ids, PaddedPacking(self.cache, view), *second)
-        if self._hidden is None:  # in the rehearsal of the largest
-            self._hidden = torch.empty_like(found)
-        self._hidden[: shape.tokens] = found
+        found = self.of.hidden(ids, PaddedPacking(self.cache, view), *second)
+        if self.results is None:  # in the rehearsal of the largest
+            self.results = torch.empty_like(found)
+        self.results[: shape.tokens] = found
+
+
+def _width(shape: Shape) -> int:
+    """Return the numbers of a field of inputs: all fields are aligned, for kernels of one kind."""
+    return -(-(shape.tokens + 1) // ALIGNMENT) * ALIGNMENT
 
 
 def attempt(stage: Callable[[], None]) -> str | None:
@@ -320,7 +329,7 @@ def graph_shapes(
 
 
 def padded(tokens: np.ndarray, packing: CachePacking, shape: Shape, inputs: np.ndarray) -> None:
-    """Fill in what a graph of B tokens and S sequences reads, int32 [5, B + 1].
+    """Fill in what a graph of B tokens and S sequences reads, int32 [5, B + 1 or more].
 
     Token ids, places in the flattened cache and positions (B each); where the sequences' new tokens
     begin (S + 1) and their rows of the block table (S). Sequences are pieces of rows of up to max_q
@@ -350,14 +359,14 @@ def rehearse(run: Callable[[], object]) -> None:
             torch.cuda.set_sync_debug_mode(mode)
 
 
-def capture(run: Callable[[], object], pool: Any) -> tuple[Callable[[], None], tuple]:
-    """Record `run`; return a call that replays it, and the pool with its memory. CUDA only.
+def capture(run: Callable[[], object], memory: WeakSet | None = None) -> Callable[[], None]:
+    """Record `run`; return a call that replays it. CUDA only.
 
-    pool: of an earlier capture, to share its memory; see `GraphMemory`. An error of `run` is raised
+    memory: graphs that share theirs, of which this becomes one. An error of `run` is raised
     unchanged, and leaves torch as it was: `torch.cuda.graph` would raise another one instead, and
     leave its stream current."""
     graph, before = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
-    pool = pool or torch.cuda.graph_pool_handle()
+    pool = next((of.pool() for of in memory or ()), None) or torch.cuda.graph_pool_handle()
     torch.cuda.synchronize()
     torch.cuda.empty_cache()  # for the pool, which takes no memory that is reserved for others
     torch.cuda.set_stream(_capture_stream())
@@ -371,7 +380,9 @@ def capture(run: Callable[[], object], pool: Any) -> tuple[Callable[[], None], t
         raise
     finally:
         torch.cuda.set_stream(before)
-    return graph.replay, pool
+    if memory is not None:
+        memory.add(graph)
+    return graph.replay
 
 
 @cache

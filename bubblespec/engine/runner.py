@@ -108,7 +108,7 @@ class ModelRunner(Runner):
     def keeps_rows(self) -> bool:
         """See `Runner`: with graphs, which are captured at the first call."""
         with torch.inference_mode():
-            return self.graphs is not None and self.graphs.are_ready()
+            return self.graphs is not None and self.graphs.pool.are_ready()
 
     @property
     def depth(self) -> int:
@@ -124,7 +124,7 @@ class ModelRunner(Runner):
         for follower in self.followers:
             follower.note(batch, hidden)
         if len(batch.slots) == 0:
-            return nothing(self.device)
+            return partial(drawn, reading(hidden.new_empty(2, 0)))  # waits for the forward alone
         num_sampled = batch.num_draft + 1
         row, offset = ragged(num_sampled)
         packed = (np.cumsum(batch.count)[batch.slots] - num_sampled)[row] + offset
@@ -146,8 +146,6 @@ class ModelRunner(Runner):
         if batch is not None:
             for follower in self.followers:
                 follower.note(batch, hidden)
-        if sampled is None:
-            return nothing(self.device)
         return partial(drawn, reading(sampled))
 
     def _noise(self, slots: np.ndarray, position: np.ndarray) -> Noise:
@@ -177,19 +175,3 @@ class ModelRunner(Runner):
         new = self._keyed[slot] + offset
         self._stream_key[slot, new] = stream_keys(self.seed, *self._noise_key[slot].T, new)
         self._keyed[lacking] = end
-
-
-def nothing(device: torch.device) -> Callable[[], Drawn]:
-    """Return what waits for a forward in which nothing is sampled: its time is not the next one's.
-
-    For the forward alone: the device may have work of other streams."""
-    ended = torch.cuda.Event() if device.type == "cuda" else None
-    if ended is not None:
-        ended.record()
-
-    def wait() -> Drawn:
-        if ended is not None:
-            ended.synchronize()
-        return Drawn(np.empty(0, np.int64), np.empty(0))
-
-    return wait

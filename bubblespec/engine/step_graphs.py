@@ -14,7 +14,6 @@ Shape legend: B tokens of a graph, T positions sampled; the others: see ops/trit
 """
 
 from bisect import bisect_left
-from collections.abc import Callable
 from functools import partial
 
 import numpy as np
@@ -23,7 +22,7 @@ import torch
 from bubblespec.engine.arrays import ragged, staged
 from bubblespec.engine.batch import Plan, SamplingParams, Texts
 from bubblespec.engine.forward import ModelForward
-from bubblespec.engine.graphs import ForwardGraphs, Shape, capture, rehearse
+from bubblespec.engine.graphs import GraphPool
 from bubblespec.engine.kv_cache import KVCache, pieces
 from bubblespec.engine.ops.view import RowState, View
 from bubblespec.engine.sampling import Noise, stream_counters
@@ -57,46 +56,41 @@ def packed(plan: Plan, max_q: int) -> np.ndarray:
 class DeviceRows:
     """The rows in the slots of a runner, for graphs of up to `max_tokens` tokens."""
 
-    def __init__(self, cache: KVCache, max_length: int, max_tokens: int, max_sequences: int):
-        self.cache, self.max_length = cache, max_length
-        self.max_tokens, self.max_sequences = max_tokens, max_sequences
+    def __init__(self, cache: KVCache, max_length: int, max_tokens: int, device: torch.device):
+        self.cache, self.max_length, self.max_tokens = cache, max_length, max_tokens
+        self.device = device
         self._state: RowState | None = None
 
-    def make(self, device: torch.device) -> RowState:
-        """Return the tensors, made at the first call after `clear`."""
+    @property
+    def state(self) -> RowState:
+        """The tensors, made at the first use after `clear`; the plan then feeds nothing."""
         if self._state is None:
-            slots, tokens, sequences = self.cache.num_slots, self.max_tokens, self.max_sequences
+            slots, tokens = self.cache.num_slots, self.max_tokens
             # Proposals have as many tokens as are fed, and as many as may be gained in flight.
-            plan = HEADER + ROW_FIELDS * slots + 4 * tokens + 2 * sequences + 1
-            shapes = [(slots, self.max_length), (4, slots), (slots, 4), (plan,), (3, slots)]
-            shapes += [(tokens,)] * 3 + [(sequences + 1,), (sequences,)]
-            shapes += [(tokens,), (tokens, 4), (tokens,)]
-            made = [torch.zeros(shape, dtype=torch.int32, device=device) for shape in shapes]
-            self._state = RowState(*made)
+            plan = HEADER + ROW_FIELDS * slots + 6 * tokens + 1
+            zeros = partial(torch.zeros, dtype=torch.int32, device=self.device)
+            self._state = RowState(
+                tokens=zeros(slots, self.max_length),
+                state=zeros(4, slots),
+                counters=zeros(slots, 4),
+                plan=zeros(plan),
+                standing=zeros(3, slots),
+                behind=zeros(tokens),
+                words=zeros(tokens, 4),
+                generated=zeros(tokens),
+                drawn=zeros(2 * tokens, dtype=torch.float64),
+            )
         return self._state
 
     def clear(self) -> None:
         """Free the memory."""
         self._state = None
 
-    def state(self, num_tokens: int, num_sequences: int) -> RowState:
-        """Return the tensors, the fields of a forward cut to its graph's size."""
-        state = self._state
-        assert state is not None
-        return state._replace(
-            ids=state.ids[:num_tokens],
-            place=state.place[:num_tokens],
-            position=state.position[:num_tokens],
-            first=state.first[: num_sequences + 1],
-            slot=state.slot[:num_sequences],
-        )
-
     def write(self, texts: Texts, ids: np.ndarray) -> None:
         """Write texts, and the ids int64 [W, 3] of their samples."""
-        state = self._state
-        assert state is not None
         if not len(texts.slots):
             return
+        state = self.state
         uid, visit, sample = ids.T
         counters = stream_counters(uid, visit, sample, np.zeros_like(uid)).view(np.int32)
         lengths = np.array((texts.length, texts.prompt_length, texts.total, texts.length * 0))
@@ -104,7 +98,7 @@ class DeviceRows:
         place = texts.slots[row] * self.max_length + offset
         parts = texts.slots, lengths.ravel(), counters.ravel().astype(np.int64), place, texts.tokens
         sizes = [len(part) for part in parts]
-        sent = staged(np.concatenate(parts), state.tokens.device).split(sizes)
+        sent = staged(np.concatenate(parts), self.device).split(sizes)
         slots, of_rows, words, place, tokens = sent
         state.state.index_copy_(1, slots, of_rows.view(4, -1).int())
         state.counters.index_copy_(0, slots, words.view(-1, 4).int())
@@ -118,74 +112,83 @@ class DeviceRows:
             state.state[:, target] = state.state[:, source]
             state.counters[target] = state.counters[source]
 
-    def send(self, plan: Plan | None, max_q: int) -> None:
-        """Send a plan to the device; None feeds nothing."""
-        state = self._state
-        assert state is not None
-        sent = np.zeros(HEADER + 1, np.int32) if plan is None else packed(plan, max_q)
-        state.plan[: len(sent)].copy_(staged(sent, state.plan.device), non_blocking=True)
+    def send(self, plan: Plan, max_q: int) -> None:
+        """Send a plan to the device."""
+        sent = packed(plan, max_q)
+        self.state.plan[: len(sent)].copy_(staged(sent, self.device), non_blocking=True)
 
-    def fill(self, ops, num_tokens: int, num_sequences: int, max_q: int) -> tuple:
-        """Return token ids [B] and the view of the plan that was sent; ops: triton_rows."""
-        state, cache = self.state(num_tokens, num_sequences), self.cache
-        length, table = cache.slot_length, cache.block_table(state.ids.device)
-        ops.stand(state)
-        ops.fill(state, table, cache.page_size, cache.num_pages * cache.page_size)
-        sizes = max_q, length, cache.split_of(num_tokens, length)
-        fields = state.place, state.position, state.first, state.slot, table
-        return state.ids, View(*fields, *sizes)
+    def fill(self, ids: torch.Tensor, view: View) -> None:
+        """Write the token ids [B] and the view of the plan that was sent."""
+        from bubblespec.engine.ops import triton_rows as ops
+
+        ops.stand(self.state)
+        page_size = self.cache.page_size
+        ops.fill(self.state, ids, view, page_size, self.cache.num_pages * page_size)
 
 
-class StepGraphs(ForwardGraphs):
+class StepGraphs:
     """Graphs of forwards with their sampling, whose inputs are made of rows kept on the device."""
 
     def __init__(
         self, forward: ModelForward, cache: KVCache, max_num_batched_tokens: int, max_length: int
     ):
-        super().__init__(forward, cache, max_num_batched_tokens)
-        most = self.shapes[0].tokens, max(shape.sequences for shape in self.shapes)
-        self.rows = DeviceRows(cache, max_length, *most)
-        self._samplers: dict[tuple[SamplingParams, int], dict[int, _Sampler]] = {}
+        most = max(max_num_batched_tokens, forward.min_tokens)
+        self.of, self.rows = forward, DeviceRows(cache, max_length, most, forward.weight().device)
+        self.pool = GraphPool(forward, cache, max_num_batched_tokens, fill=self.rows.fill)
         self._stops: dict[tuple[int, ...], torch.Tensor] = {}
 
     def step(
         self, plan: Plan, texts: Texts, ids: np.ndarray, params: SamplingParams, seed: int
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Launch a step; return hidden states [B, hidden], and float64 [2, T], see `sample`.
 
-        Both are valid until the next step; None where nothing is sampled. ids: int64 [W, 3], of the
-        samples of `texts`."""
-        shape = self.shape_of(plan.count)
+        Both are valid until the next step. ids: int64 [W, 3], of the samples of `texts`."""
+        shape = self.pool.shape_of(plan.count)
         assert shape is not None, "a graph has room for each plan"
         self.rows.write(texts, ids)
-        self.cache.block_table(self.of.weight().device)  # is up to date
         self.rows.send(plan, shape.max_q)
-        hidden = self.replay(shape)
-        if not len(plan.slots):
-            return hidden, None
-        count = int(plan.num_sampled.sum())
-        sampler = self._sampler(count, params, seed)
-        if sampler is None:
+        hidden = self.pool.replay(shape)
+        count, sizes = int(plan.num_sampled.sum()), self.pool.sizes
+        if not count:
+            return hidden, self._drawn(0)
+        key = sizes[bisect_left(sizes, count)], params, seed
+        if params.truncates or not self.of.samples_alone or key[0] > MAX_SAMPLED:
             return hidden, self._sample(hidden, count, params, seed)
-        sampler.replay()
-        return hidden, sampler.sampled[:, :count]
+        if key not in self.pool.graphs:
+            self._capture_sampling(params, seed)
+        if key not in self.pool.graphs:
+            return hidden, self._sample(hidden, count, params, seed)
+        self.pool.graphs[key]()
+        return hidden, self._drawn(key[0])[:, :count]
 
-    def _sampler(self, count: int, params: SamplingParams, seed: int) -> "_Sampler | None":
-        if params.truncates or not self.of.samples_alone or count > MAX_SAMPLED:
-            return None
-        key = params, seed
-        if key not in self._samplers:
-            self._samplers[key] = self._capture_sampling(*key)
-        size = self.sizes[bisect_left(self.sizes, count)]
-        return self._samplers[key].get(size)
+    def _capture_sampling(self, params: SamplingParams, seed: int) -> None:
+        self._stops_of(params)
+        hidden, plan = self.pool.results, self.rows.state.plan
+        assert hidden is not None
+        given = plan.clone()  # of the step that is about to sample
+        plan.zero_()  # feeds nothing
+        keys = [(size, params, seed) for size in self.pool.sizes[::-1] if size <= MAX_SAMPLED]
+        self.pool.capture(
+            {key: partial(self._sample, hidden, *key, out=self._drawn(key[0])) for key in keys}
+        )
+        plan.copy_(given)
+
+    def _drawn(self, count: int) -> torch.Tensor:
+        """Return where the graph that samples at `count` positions puts its results, [2, count]."""
+        return self.rows.state.drawn[: 2 * count].view(2, count)
 
     def _sample(
-        self, hidden: torch.Tensor, count: int, params: SamplingParams, seed: int
+        self,
+        hidden: torch.Tensor,
+        count: int,
+        params: SamplingParams,
+        seed: int,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Sample behind a forward, append what rows gain, and return float64 [2, count]."""
         from bubblespec.engine.ops import triton_rows as ops
 
-        state = self.rows.state(0, 0)
+        state = self.rows.state
         ops.sampled(state, count)
         behind, words, generated = (
             of[:count] for of in (state.behind, state.words, state.generated)
@@ -193,68 +196,16 @@ class StepGraphs(ForwardGraphs):
         logits = self.of.logits(hidden.index_select(0, behind))
         token, logprob = self.of.sample(logits, Noise(words, seed), generated, params)
         ops.accept(state, token, self._stops_of(params))
-        return torch.stack((token.double(), logprob.double()))
+        return torch.stack((token.double(), logprob.double()), out=out)
 
     def _stops_of(self, params: SamplingParams) -> torch.Tensor:
         ids = params.stop_token_ids
         if ids not in self._stops:
-            self._stops[ids] = staged(np.array(ids, np.int32), self.of.weight().device)
+            self._stops[ids] = staged(np.array(ids, np.int32), self.rows.device)
         return self._stops[ids]
-
-    def _capture_sampling(self, params: SamplingParams, seed: int) -> "dict[int, _Sampler]":
-        samplers: dict[int, _Sampler] = {}
-        hidden = self._hidden
-        assert hidden is not None
-        self._stops_of(params)
-        state = self.rows.state(0, 0)
-        given = state.plan.clone()  # of the step that is about to sample
-
-        def record() -> None:
-            self.rows.send(None, 1)
-            for count in [size for size in self.sizes if size <= MAX_SAMPLED][::-1]:
-                run = partial(self._sample, hidden, count, params, seed)
-                rehearse(run)
-                sampler = _Sampler()
-                replay, self.of.memory.pools[self] = capture(
-                    partial(sampler.record, run), self.of.memory.pool
-                )
-                sampler.replay = replay
-                samplers[count] = sampler
-
-        # Without the forwards' graphs, which would be captured again and find no memory.
-        if not self._on_all(record, forget=samplers.clear):
-            samplers.clear()
-        state.plan.copy_(given)
-        return samplers
 
     def clear(self) -> None:
         """Give graphs, rows and their memory back; the next step makes them again."""
-        super().clear()
+        self.pool.clear()
         self.rows.clear()
         self._stops.clear()
-
-    def _forget(self) -> None:
-        self._samplers.clear()
-        super()._forget()
-
-    def _make_inputs(self, device: torch.device) -> None:
-        self._samplers.clear()  # they know the old tensors
-        self.rows.make(device)
-
-    def _clear_inputs(self, shape: Shape) -> None:
-        self.rows.send(None, shape.max_q)
-
-    def _read(self, shape: Shape) -> tuple[torch.Tensor, View]:
-        from bubblespec.engine.ops import triton_rows as ops
-
-        return self.rows.fill(ops, shape.tokens, shape.sequences, shape.max_q)
-
-
-class _Sampler:
-    """A graph of sampling, and its results at fixed addresses."""
-
-    replay: Callable[[], None]
-    sampled: torch.Tensor
-
-    def record(self, run: Callable[[], torch.Tensor]) -> None:
-        self.sampled = run()

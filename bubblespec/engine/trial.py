@@ -25,7 +25,7 @@ from bubblespec.engine.batch import Plan, SamplingParams, Texts
 from bubblespec.engine.kv_cache import PAGE, SPLIT, KVCache, LayerCache, pack_rows
 from bubblespec.engine.model import Heads, layer_heads, of_layers
 from bubblespec.engine.ops import torch_ops
-from bubblespec.engine.ops.view import Norm
+from bubblespec.engine.ops.view import Norm, View
 from bubblespec.engine.pages import Pages
 from bubblespec.engine.sampling import Noise, sample, stream_counters
 from bubblespec.engine.step_graphs import DeviceRows
@@ -177,8 +177,7 @@ def device_rows(own: Any, sizes: Sizes) -> Found:
         return [torch.tensor(of) for of in wanted]
     from bubblespec.engine.ops import triton_rows
 
-    rows = DeviceRows(cache, 24, 16, 8)
-    rows.make(sizes.device)
+    rows = DeviceRows(cache, 24, 16, sizes.device)
     # Row 0 is known to have 5 tokens and has gained another one, which its proposal begins with.
     text = np.array([10, 11, 12, 13, 14, 15, 20, 21, 22, 23])
     slots, length, prompt, total = np.array([[0, 1], [6, 4], [3, 4], [12, 10]])
@@ -186,8 +185,11 @@ def device_rows(own: Any, sizes: Sizes) -> Found:
     start, count, known, num_proposed = np.array([[4, 0], [3, 4], [5, 4], [3, 0]])
     proposals = np.array([15, 30, 31])
     rows.send(Plan(start, count, known, slots, num_proposed, proposals, Load(2, 7)), 4)
-    ids, view = rows.fill(triton_rows, 16, 8, 4)
-    state = rows.state(16, 8)
+    ids, place, position, first, slot = torch.zeros(5, 9, dtype=torch.int32, device=sizes.device)
+    table = cache.block_table(sizes.device)
+    view = View(place, position, first, slot[:-1], table, 4, pages.slot_length, SPLIT)
+    rows.fill(ids, view)
+    state = rows.state
     triton_rows.sampled(state, 4)
     drawn = torch.tensor([30, 9, 8, 7], device=sizes.device)  # the last one is a stop token
     triton_rows.accept(state, drawn, torch.tensor([7], dtype=torch.int32, device=sizes.device))

@@ -27,7 +27,7 @@ from bubblespec.engine.arrays import to_device
 from bubblespec.engine.comparison import feed
 from bubblespec.engine.decoder import Decoder, is_like_llama, stacked
 from bubblespec.engine.forward import ModelForward
-from bubblespec.engine.graphs import ForwardGraphs, graph_sizes
+from bubblespec.engine.graphs import GraphPool, graph_sizes
 from bubblespec.engine.kv_cache import PAGE, SPLIT, CachePacking, KVCache, LayerCache, pack_rows
 from bubblespec.engine.ops import SAMPLE, has_kernels, torch_ops
 from bubblespec.engine.pages import Pages
@@ -169,7 +169,7 @@ def first_difference(runner: ModelRunner, vocab_size: int) -> str | None:
     forward, cache, most = runner.forward, runner.cache, runner.max_num_batched_tokens
     ways = {"eager": forward.hidden}
     if runner.graphs is not None:
-        ways = {"in a graph": ForwardGraphs(forward, cache, most).hidden, **ways}
+        ways = {"in a graph": GraphPool(forward, cache, most).hidden, **ways}
     random = np.random.default_rng(0)
     lengths = row_lengths(runner.num_slots, runner.max_length)
     texts = random.integers(0, vocab_size, (NUM_TEXTS, runner.max_length))

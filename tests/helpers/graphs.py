@@ -8,7 +8,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from bubblespec.engine import arrays, graphs, ops, step_graphs
+from bubblespec.engine import arrays, graphs, ops
+from bubblespec.engine.graphs import GraphPool
+from bubblespec.engine.step_graphs import StepGraphs
 
 POOL = ("the pool",)
 SIZES = (4, 16, 32)  # of graphs here
@@ -39,55 +41,47 @@ def rehearse(run) -> None:
         run()
 
 
-def fail_at(monkeypatch, stage: str, times: list[int], applies=lambda: True) -> list[int]:
-    """Let memory run out in some calls of `graphs.rehearse` or `graphs.capture`. Returns a list of
-    all calls, which count from 0 where `applies()`."""
-    original, calls = getattr(graphs, stage), []
+def fail_at(monkeypatch, times) -> None:
+    """Let memory run out in some calls of `graphs.capture`, which count from 0."""
+    original, calls = graphs.capture, []
 
     def short_of_memory(*arguments):
-        if applies():
-            calls.append(len(calls))
-            if calls[-1] in times:
-                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+        calls.append(len(calls))
+        if calls[-1] in times:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
         return original(*arguments)
 
-    for module in (graphs, step_graphs):
-        monkeypatch.setattr(module, stage, short_of_memory)
-    return calls
+    monkeypatch.setattr(graphs, "capture", short_of_memory)
 
 
 class Captures:
     """Stand-in for `graphs.capture`: a replay calls what was captured.
 
-    It reads the memory that it was captured with, and overwrites what other graphs have sampled."""
+    It reads the memory that it was captured with. pools: what each capture found, or None."""
 
     def __init__(self):
-        self.pools, self.num_replays, self._samplers = [], 0, []
+        self.pools, self.num_replays = [], 0
         self._stage = threading.local()
 
     @property
     def stage(self) -> str | None:
         return getattr(self._stage, "name", None)
 
-    def __call__(self, run, pool):
-        sampler = run.func.__self__ if isinstance(run.func.__self__, step_graphs._Sampler) else None
-        of = (run if sampler is None else run.args[0]).func.__self__
-        self.pools.append(pool)
+    def __call__(self, run, memory):
+        of = run.func.__self__
+        self.pools.append(POOL if memory else None)
         self._run(run, "capture")
-        self._samplers += [] if sampler is None else [sampler]
-        addresses = memory_of(of)
+        cache, addresses = (of.pool if isinstance(of, StepGraphs) else of).cache, memory_of(of)
 
         def replay() -> None:
             assert [a is b for a, b in zip(addresses, memory_of(of), strict=True)].count(False) == 0
-            pages = of.cache.pages
-            assert pages is None or of.cache._version == pages.version, "the table is old"
-            for other in self._samplers:
-                if other is not sampler:
-                    other.sampled.fill_(torch.nan)
+            pages = cache.pages
+            assert pages is None or cache._version == pages.version, "the table is old"
             self.num_replays += 1
             self._run(run, "replay")
 
-        return replay, POOL
+        memory.add(replay)
+        return replay
 
     def _run(self, run, stage: str) -> None:
         self._stage.name = stage
@@ -97,10 +91,12 @@ class Captures:
             self._stage.name = None
 
 
-def memory_of(of: graphs.ForwardGraphs) -> list[torch.Tensor | None]:
+def memory_of(of: GraphPool | StepGraphs) -> list[torch.Tensor | None]:
     """Return the tensors that a graph knows by their addresses, weights excepted."""
-    rows = of.rows._state or () if isinstance(of, step_graphs.StepGraphs) else ()
-    return [of._inputs, of._hidden, of.states, of.cache._table, *of.cache._tensors, *rows]
+    pool = of.pool if isinstance(of, StepGraphs) else of
+    rows = () if pool.fill is None else pool.fill.__self__._state or ()
+    known = pool._inputs, pool.results, pool.states, pool.cache._table
+    return [*known, *pool.cache._tensors, *rows]
 
 
 class Launches(TorchDispatchMode):
@@ -185,7 +181,6 @@ def stand_in(monkeypatch) -> Captures:
     monkeypatch.setattr(ops, "TYPES", (torch.float32, *ops.TYPES))
     for name, value in {"SIZES": SIZES, "STEP": SIZES[-1], "GROWTH": 2}.items():
         monkeypatch.setattr(graphs, name, value)
-    for module in (graphs, step_graphs):
-        monkeypatch.setattr(module, "rehearse", rehearse)
-        monkeypatch.setattr(module, "capture", captures)
+    monkeypatch.setattr(graphs, "rehearse", rehearse)
+    monkeypatch.setattr(graphs, "capture", captures)
     return captures

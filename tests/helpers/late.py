@@ -5,14 +5,15 @@ from collections.abc import Callable
 import numpy as np
 
 from bubblespec import setup
-from bubblespec.engine.ahead import Standing, draft_of
 from bubblespec.engine.arrays import ragged
 from bubblespec.engine.batch import (
     Batch,
     Drawn,
     Plan,
     SamplingParams,
+    Standing,
     Texts,
+    draft_of,
     is_stop,
     num_accepted,
     num_gained,

@@ -1,6 +1,6 @@
 """Where rows stand, kept on a GPU: what a planned forward feeds, and what its rows gain, in Triton.
 
-The rule is `ahead.draft_of`, and acceptance is that of batch.py. A plan is one vector, see
+Both rules are those of batch.py. A plan is one vector, see
 `step_graphs.packed`; all grids depend on sizes of a graph alone.
 
 Shape legend: N tokens of a forward, B >= N of a graph, S sequences, R rows fed, T positions
@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from bubblespec.engine.ops.view import RowState
+from bubblespec.engine.ops.view import RowState, View
 
 HEADER = tl.constexpr(4)  # R, N, sequences, T
 ROW_FIELDS = tl.constexpr(8)
@@ -81,15 +81,15 @@ def _stand(
     tl.store(standing_ptr + 2 * num_slots + row, num_fed)
 
 
-def fill(rows: RowState, table: torch.Tensor, page_size: int, spare: int) -> None:
-    """Write what a forward of B tokens and S sequences reads, as `graphs.padded` does.
+def fill(rows: RowState, ids: torch.Tensor, view: View, page_size: int, spare: int) -> None:
+    """Write what a forward reads, as `graphs.padded` does: token ids int32 [B], and its view.
 
-    table: of the pages; spare: place of tokens that are not fed; rows: fields of these sizes."""
+    The view has its table and sizes. spare: place of tokens that are not fed."""
     num_slots, max_length = rows.tokens.shape
-    size, sequences = rows.ids.shape[0], rows.slot.shape[0]
+    size, sequences = ids.shape[0], view.slot.shape[0]
     _fill[(triton.cdiv(max(size, sequences + 1), BLOCK),)](
-        rows.plan, rows.tokens, rows.state, rows.standing, table, rows.ids, rows.place,
-        rows.position, rows.first, rows.slot, num_slots, max_length, table.stride(0),
+        rows.plan, rows.tokens, rows.state, rows.standing, view.table, ids, view.place,
+        view.position, view.first, view.slot, num_slots, max_length, view.table.stride(0),
         page_size, spare, size, sequences, BLOCK=BLOCK, num_warps=4,
     )  # fmt: skip
 

@@ -1,6 +1,6 @@
 """What the operations of a decoder take and return, on every device.
 
-Shape legend: N tokens, S sequences, T positions to sample, B tokens of a graph.
+Shape legend: N tokens, S sequences, T positions to sample.
 """
 
 from typing import NamedTuple
@@ -35,18 +35,14 @@ class View(NamedTuple):
 
 
 class RowState(NamedTuple):
-    """Rows on a device, and what a step's kernels exchange; all int32, at fixed addresses."""
+    """Rows on a device, and what a step's kernels exchange; int32, at fixed addresses."""
 
     tokens: torch.Tensor  # [slots, max_length]
     state: torch.Tensor  # [4, slots]: tokens, of the prompt, and at the row's end; whether it ended
     counters: torch.Tensor  # [slots, 4], of the noise at a row's first response position
     plan: torch.Tensor  # see `step_graphs.packed`
     standing: torch.Tensor  # [3, slots], of each row fed: first position, draft tokens, tokens fed
-    ids: torch.Tensor  # [B], token ids
-    place: torch.Tensor  # [B], `View.place`
-    position: torch.Tensor  # [B], `View.position`
-    first: torch.Tensor  # [S + 1], `View.first`
-    slot: torch.Tensor  # [S], `View.slot`
     behind: torch.Tensor  # [T or more], tokens of the forward behind which it samples
     words: torch.Tensor  # [T or more, 4], counters of the noise there
     generated: torch.Tensor  # [T or more], response tokens before
+    drawn: torch.Tensor  # float64 [2 * T or more], results of graphs of sampling

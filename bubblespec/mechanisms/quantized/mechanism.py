@@ -3,8 +3,6 @@
 On a GPU it is made only if a product of it is fast enough by itself.
 """
 
-import statistics
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -19,7 +17,7 @@ from bubblespec.config import Config
 from bubblespec.distributed.ranks import Ranks
 from bubblespec.draft.chains import ChainSource, profile
 from bubblespec.engine import graphs
-from bubblespec.engine.arrays import to_device
+from bubblespec.engine.arrays import median_s, to_device
 from bubblespec.engine.decoder import is_like_llama
 from bubblespec.engine.model import output_head
 from bubblespec.engine.runner import ModelRunner
@@ -47,7 +45,6 @@ PRIOR = 0.93  # chance that a token of a chain is right if all before it are
 RENEWAL_SHARE = 0.02  # of the rollouts' seconds
 OBSERVED_TOKENS = 512  # of prompts, whose inputs to layers are observed
 MIN_SPEEDUP = 1.35  # of the copy's forward over the policy's, with one row, for chains to pay
-NUM_TIMED = 7  # replays of a product
 CACHE_BYTES = 1 << 27  # beyond what GPUs have
 NO_COPY = "no quantised copy drafts"
 
@@ -164,14 +161,7 @@ def _seconds_of(calls: list[Callable[[], torch.Tensor]]) -> float:
         results[:] = [call() for call in calls]
 
     graphs.rehearse(run)
-    replay, _ = graphs.capture(run, None)
-    seconds = []
-    for _ in range(NUM_TIMED):
-        begin_s = time.perf_counter()
-        replay()
-        results[-1].cpu()  # waits
-        seconds.append(time.perf_counter() - begin_s)
-    return statistics.median(seconds) / len(calls)
+    return median_s(graphs.capture(run), results[-1].device) / len(calls)
 
 
 def add_needs(needs: Needs, run: Run) -> Needs:

@@ -16,6 +16,7 @@ from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from typing import Any, cast
+from weakref import WeakSet
 
 import numpy as np
 import torch
@@ -30,7 +31,7 @@ from bubblespec.engine import sampling
 from bubblespec.engine.batch import SamplingParams
 from bubblespec.engine.comparison import CHECKED, cache_for, difference, over_cache, random_tokens
 from bubblespec.engine.decoder import Decoder, Kind, Multiply, is_like_llama
-from bubblespec.engine.forward import GraphMemory, ModelForward, Sampled
+from bubblespec.engine.forward import ModelForward, Sampled
 from bubblespec.engine.model import output_head
 from bubblespec.engine.sampling import Noise
 from bubblespec.engine.weights import Linears, by_parts, linear_of, stack
@@ -115,7 +116,7 @@ class ShardedForward(ModelForward):
         tp: TPGroup,
         *,
         enforce_eager: bool = False,
-        memory: GraphMemory | None = None,
+        memory: WeakSet | None = None,
     ):
         """Cut the products, see `ModelForward`; raise TPUnsupported on all ranks or on none."""
         name = type(model).__name__

@@ -14,6 +14,7 @@ import contextlib
 from collections.abc import Callable, Container
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from functools import partial
 from typing import cast
 
 import numpy as np
@@ -21,7 +22,7 @@ import torch
 
 from bubblespec.distributed.ranks import Ranks
 from bubblespec.draft.proposer import Proposer
-from bubblespec.engine.arrays import ragged, to_device
+from bubblespec.engine.arrays import median_s, ragged, to_device
 from bubblespec.engine.batch import SamplingParams
 from bubblespec.engine.engine import Engine
 from bubblespec.engine.runner import ModelRunner
@@ -345,13 +346,10 @@ def measure(
 def _seconds_of_a_forward(engine: Engine, params: SamplingParams, ranks: Ranks) -> float:
     """Measure a forward of one row, up to its result on the host."""
     engine.reset()
-    engine.add([Row(SampleId(0, 0, 0), (1, 1), min(2 * NUM_TIMED, engine.max_length - 2))])
-    seconds = []
-    while not engine.is_idle:
-        began_s = ranks.clock.perf_counter()
-        engine.step(params)
-        seconds.append(ranks.clock.perf_counter() - began_s)
-    return float(np.median(seconds[-NUM_TIMED:]))
+    limit = min(2 * NUM_TIMED, engine.max_length - 2)
+    engine.add([Row(SampleId(0, 0, 0), (1, 1), limit)])
+    timed = min(NUM_TIMED, limit)
+    return median_s(partial(engine.step, params), None, ranks.clock, limit - timed, timed)
 
 
 def can_transfer_kv(source: ModelRunner, target: ModelRunner) -> bool:

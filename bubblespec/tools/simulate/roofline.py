@@ -97,7 +97,7 @@ OWN, AROUND, SAMPLE_S = FITTED._replace(keys_share=0.95, knee=2.0, layer_s=32e-6
 # (docs/results/h200.md). A forward that verifies nothing is launched ahead of results, so a GPU
 # waits for what exceeds the forward. Behind one that verifies the host waits for results: that
 # costs all of it, and 0.35 ms and 0.8 us for each row that verifies (benchmarks/host_time.py, on a
-# CPU; engine/ahead.py does better where the host takes long).
+# CPU; engine/batch.py does better where the host takes long).
 HOST_S, VERIFY_S, VERIFY_ROW_S = 4.5e-4, 3.5e-4, 8e-7
 # Seconds of a small all-reduce over NVLink: at all, and for each rank beyond the first. These are
 # what gpt-fast's tokens per second on 2, 4 and 8 A100s leave for its all-reduces (6.8, 7.3 and
