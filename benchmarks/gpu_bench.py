@@ -2,7 +2,6 @@
 
 import math
 import re
-import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -33,7 +32,6 @@ SHAPES = {  # SHAPE_KEYS
     "SmolLM2-135M": (576, 1536, 30, 49_152, 9, 3, True),
     "tiny": (48, 64, 2, 320, 4, 2, True),
 }
-WARM_UP, NUM_TIMED = 3, 20  # calls
 LEFT_OUT = "left out: "  # begin of the note of such a row
 MAX_LENGTH = 16_384  # positions of a model
 
@@ -133,14 +131,7 @@ class Bench:
 
     def seconds(self, action: Callable[[], object]) -> float:
         """Return the median wall seconds of a call, until the device is done."""
-        seconds = []
-        for _ in range(WARM_UP + NUM_TIMED):
-            began_s = time.perf_counter()
-            action()
-            if self.is_cuda:
-                torch.cuda.synchronize(self.device)
-            seconds.append(time.perf_counter() - began_s)
-        return statistics.median(seconds[WARM_UP:])
+        return median_s(action, self.device)
 
     def cost(self, name: str) -> GPUCost | None:
         """Return the cost of a model's forwards by the roofline, if it has this GPU and model."""

@@ -80,7 +80,7 @@ def chosen(trainer: Trainer) -> tuple[str, list[str]]:
     runner = cast(ModelRunner, sampler.engine.runner)
     layers = "written out" if is_like_llama(model) else "transformers' modules"
     by = "torch's operations" if runner.forward.ops is torch_ops else "own kernels"
-    is_eager = runner.graphs is None or runner.graphs.problem is not None
+    is_eager = runner.graphs is None or runner.graphs.pool.problem is not None
     launched = "eager" if is_eager else "CUDA graphs"
     room = f"{max_length(trainer.config)} tokens each"
     if runner.pages is not None:
