@@ -6,12 +6,24 @@ import pytest
 from bubblespec.draft import proposer as module
 from bubblespec.draft import sources
 from bubblespec.draft.proposer import Proposer
-from bubblespec.draft.sources import History, TrackedRows
+from bubblespec.draft.sources import History, OwnDrafts, TrackedRows
 from bubblespec.draft.suffix import SuffixIndex
 from bubblespec.engine.arrays import packed
+from bubblespec.planner.costs import CostModel
 from bubblespec.planner.windows import WINDOWS
-from bubblespec.types import Row
-from tests.helpers.proposals import STEP, Guesses, draft, drafts_and, forward, make, row, with_guess
+from bubblespec.types import Draft, Row, SampleId
+from tests.helpers.clocks import Clock
+from tests.helpers.proposals import (
+    STEP,
+    Guesses,
+    cost,
+    draft,
+    drafts_and,
+    forward,
+    make,
+    row,
+    with_guess,
+)
 from tests.helpers.rollouts import tried_ages
 
 
@@ -252,3 +264,59 @@ def test_disabled_source_gets_no_query_and_no_tokens():
     assert guesses.asked == [] and guesses.gained == {one.id: []}
     guesses.is_enabled, guesses.gained = True, {one.id: one.tokens.tolist()}
     assert forward(proposer, [one], [[1, 2, 9, 7, 7, 7]]) == [[7, 7, 7]]
+
+
+@pytest.mark.parametrize(
+    "always, costs, budget, wanted",
+    [
+        (False, cost(), 4000, 128),
+        (False, cost(), 9, 8),
+        (False, cost(1e-6, 0.0, 1.0), 4000, 0),
+        (True, cost(1e-6, 1.0, 1.0), 5, module.ALWAYS_WINDOW),
+    ],
+)
+def test_windows_follow_costs_and_budget_unless_fixed(always, costs, budget, wanted):
+    proposer, own = make(always=always, costs=costs), row()
+    own.draft = draft(range(1000))
+    proposer.track(own, STEP)
+    for _ in range(2 if always else 1):
+        begin = len(own.tokens)
+        proposed = forward(proposer, [own], [range(1000)], room=400, budget=budget)
+        assert proposed == [list(range(begin, begin + wanted))]
+
+
+def test_given_up_source_is_tried_again():
+    """Guesses are wrong for many rows in the first rollout, and right from the second on."""
+    rows, guesses = [row(number) for number in range(100)], Guesses({})
+    proposer = Proposer([guesses], cost(), clock=Clock())
+    accepted = []
+    for rollout in range(9):
+        proposer.begin()
+        for each in rows:
+            each.tokens = each.tokens[:0]
+            proposer.track(each, STEP)
+            guesses.guesses[each.id] = list(range(50, 550)) if rollout else [7] * 500
+        for _ in range(8):
+            forward(proposer, rows, [range(50, 600)] * len(rows))
+        drafted, right = proposer.acceptance.by_source.get("guess", (0, 0))
+        assert drafted or rollout, "it is tried before anything is known"
+        accepted.append(right)
+    assert accepted[:2] == [0, 0] and all(accepted[7:]), "given up, and tried again"
+    unused = Proposer([guesses], cost(), clock=Clock())
+    unused.survival.load_state_dict(proposer.survival.state_dict())
+    unused.begin()
+    assert unused.acceptance.by_source == {"guess": [0, 0]}, "in the metrics all the same"
+
+
+def test_sources_that_need_results_are_not_asked_while_tokens_are_in_flight():
+    class Waiting(OwnDrafts):
+        needs_results = True
+
+    proposer = Proposer([Waiting()], CostModel(), always=True)
+    proposer.begin()
+    row = Row(SampleId(0, 0, 0), (1,), 20, draft=Draft(np.arange(9, dtype=np.int32), True, 0))
+    proposer.track(row, 1)
+    one = np.array([1])
+    given = [row], 0 * one, 15 * one, 64
+    assert proposer.needs_results and proposer.propose(*given, ahead=0 * one)[1] == 6
+    assert proposer.propose(*given, ahead=one)[1] == 0

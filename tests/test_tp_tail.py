@@ -221,7 +221,7 @@ def test_all_ranks_leave_the_tail_on_a_stop_request(stop_at):
 
 
 def test_forwards_wait_for_results_where_any_source_needs_them():
-    """On all ranks alike, so whether a source pauses on this one does not matter; but not where it
+    """On all ranks alike, so whether a source is used on this one does not matter; but not where it
     proposes for another engine, as the copy does."""
     for needs_results, serves in ((False, True), (True, True), (True, False)):
         source = DraftSource()
@@ -229,7 +229,7 @@ def test_forwards_wait_for_results_where_any_source_needs_them():
         proposer = Proposer([source], CostModel())
         is_waiting = needs_results and serves
         assert OwnersPropose(proposer, (), None, None, None).needs_results == is_waiting
-        proposer._due[:] = [9]
+        source.is_enabled = False
         assert not proposer.needs_results
         assert OwnersPropose(proposer, (), None, None, None).needs_results == is_waiting
 

@@ -164,7 +164,6 @@ class ChainRates:
 class ChainSource(DraftSource):
     """Chains of a small model as a draft source."""
 
-    weighs_its_time = True
     needs_results = True
 
     def __init__(

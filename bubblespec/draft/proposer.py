@@ -33,9 +33,6 @@ from bubblespec.types import Row
 
 PRIORS = {ALIGNED: 0.95, "own": 0.8, "sibling": 0.6}  # survival by source
 PRIOR = 0.5  # survival of another source
-# A source whose proposals gain less than its query takes pauses until queries take this share of
-# the time, but for no more forwards than that, nor once half of the rows have ended.
-LOOK_SHARE, MAX_PAUSE = 0.005, 64
 ALWAYS_WINDOW = 6  # draft tokens that are verified whatever the cost
 
 
@@ -55,11 +52,6 @@ class Proposer:
         self.survival = Survival()
         self.sources: list[DraftSource] = []
         self._kinds: list[np.ndarray] = []  # numbers in `survival` of each source's kinds
-        self._forward = 0  # forwards of this rollout in which drafts were asked for
-        # By source: the first forward with a query again; seconds of one, exponentially weighted,
-        # with a share of what all take, float64, but for sources that weigh their own time.
-        self._due, self._query_s = list[int](), np.empty(0)
-        self._paused_rows = 0  # rows at the latest pause
         for source in sources:
             self.add(source)
         self._start()
@@ -72,8 +64,6 @@ class Proposer:
             place -= sum(known.is_last for known in self.sources)
         self.sources.insert(place, source)
         self._kinds.insert(place, self.survival.add(source.kinds, priors))
-        self._due.insert(place, 0)
-        self._query_s = np.insert(self._query_s, place, 0.0)
 
     @property
     def enabled_sources(self) -> list[DraftSource]:
@@ -88,18 +78,13 @@ class Proposer:
     @property
     def needs_results(self) -> bool:
         """Whether a forward has to wait for the results of the one before."""
-        return any(
-            source.needs_results and source.is_enabled and due <= self._forward
-            for source, due in zip(self.sources, self._due, strict=True)
-        )
+        return any(source.needs_results for source in self.enabled_sources)
 
     def begin(self) -> None:
         """Begin a rollout: forget rows, reset the counts, and keep the estimates."""
         self._start()
         for source in self.sources:
             source.begin(self.tracked)
-        # The end of a rollout, beyond its drafts, says nothing about the next one's beginning.
-        self._due, self._forward = [0] * len(self.sources), 0
         self.survival.begin()
 
     def _start(self) -> None:
@@ -153,16 +138,6 @@ class Proposer:
         self._spent_s, self._num_queried = 0.0, 0
         return spent
 
-    def rests(self, num_rows: int) -> bool:
-        """Whether nothing is proposed in the next forward, for so many rows, and count it if so."""
-        if 2 * num_rows <= self._paused_rows:
-            self._due = [0] * len(self.sources)
-        for source, due in zip(self.sources, self._due, strict=True):
-            if due <= self._forward and source.is_enabled:
-                return False
-        self._forward += 1
-        return True
-
     def propose(
         self,
         rows: list[Row],
@@ -175,59 +150,46 @@ class Proposer:
 
         The windows of all rows are planned together; rows that are not tracked get none. Windows
         are of what follows the tokens that may be gained in flight."""
-        found = self.find(rows, lengths, room, budget, ahead)
+        found = self.find(rows, room, budget, ahead)
         if found is None:
             return np.empty(0, np.int64), np.zeros(len(rows), np.int64)
-        started, windows = self.clock.perf_counter(), found.available
+        started, windows = self.clock.perf_counter(), found.count
         if not self.always:
-            of_all = found.available, self.cost, found.positions
-            windows = choose_windows(found.chance, *of_all, budget=budget)
-            found.query_s[:] += (self.clock.perf_counter() - started) / max(found.is_due.sum(), 1)
-            self.pause_dear(found, windows)
-        proposed = self.tokens_of(found, windows)
+            positions = int(lengths.sum()) + self._known(rows)[1]
+            windows = choose_windows(found.chance, windows, self.cost, positions, budget=budget)
+        proposed = self.tokens_of(found, windows, ahead)
         self._spent_s += self.clock.perf_counter() - started
         return proposed
 
     def find(
-        self,
-        rows: list[Row],
-        lengths: np.ndarray,
-        room: np.ndarray,
-        budget: int,
-        ahead: np.ndarray | int = 0,
+        self, rows: list[Row], room: np.ndarray, budget: int, ahead: np.ndarray | int = 0
     ) -> Found | None:
         """Return the proposals for these rows, see `propose`; None where no source is asked."""
-        if self.rests(len(rows)):
-            return None
         must_wait = bool(np.any(ahead))
-        is_due = np.array(self._due) <= self._forward
-        is_due &= [s.is_enabled and not (must_wait and s.needs_results) for s in self.sources]
-        self._forward += 1
-        if not is_due.any():
+        asked_sources = [
+            (source, kinds)
+            for source, kinds in zip(self.sources, self._kinds, strict=True)
+            if source.is_enabled and not (must_wait and source.needs_results)
+        ]
+        if not asked_sources:
             return None
         started = self.clock.perf_counter()
         self._read()
         self._num_queried += len(rows)
-        numbers, prompt_tokens = self._known(rows)
+        numbers = self._known(rows)[0]
         limits = np.minimum(room, ALWAYS_WINDOW if self.always else min(int(WINDOWS[-1]), budget))
         asked = ((limits > 0) & (numbers >= 0)).nonzero()[0]
         limits = limits + ahead
         texts: list[np.ndarray] = []
-        text, begin, count, kind, asked_of = np.zeros((5, len(rows)), np.int64)
-        query_s, weighed_s = np.zeros(len(is_due)), 0.0
+        text, begin, count, kind = np.zeros((4, len(rows)), np.int64)
         chances = self.survival.estimates
-        for number, (source, kinds) in enumerate(zip(self.sources, self._kinds, strict=True)):
-            if not is_due[number]:
-                continue
+        for source, kinds in asked_sources:
             is_open = count[asked] == 0
             if chance := source.chance:
                 is_open |= chances[kind[asked]] < chance
             if not len(some := asked[is_open]):
                 continue
-            asked_s = self.clock.perf_counter()
             found = source.propose(numbers[some], limits[some])
-            seconds = self.clock.perf_counter() - asked_s
-            query_s[number], weighed_s = seconds * (not source.weighs_its_time), weighed_s + seconds
             if source.path is not None:
                 check_proposals(source, found, limits[some])
             given = found.count.nonzero()[0]
@@ -236,22 +198,19 @@ class Proposer:
             some = some[given]
             begin[some], count[some] = found.begin[given], found.count[given]
             text[some], kind[some] = len(texts), kinds[found.kind[given]]
-            asked_of[some] = number
             self.survival.counts[OFFERED, 1, kind[some]] += 1
             texts.append(found.tokens)
         self.tracked.propose(numbers[asked], kind[asked], np.broadcast_to(ahead, len(rows))[asked])
-        available, positions = np.maximum(count - ahead, 0), int(lengths.sum()) + prompt_tokens
-        spent_s = self.clock.perf_counter() - started
-        query_s += (spent_s - weighed_s) / max(is_due.sum(), 1)
-        self._spent_s += spent_s
-        of_rows = text, begin, available, chances[kind], positions, ahead, asked_of
-        return Found(texts, *of_rows, is_due, query_s)
+        self._spent_s += self.clock.perf_counter() - started
+        return Found(texts, text, begin, np.maximum(count - ahead, 0), chances[kind])
 
-    def tokens_of(self, found: Found, windows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def tokens_of(
+        self, found: Found, windows: np.ndarray, ahead: np.ndarray | int
+    ) -> tuple[np.ndarray, np.ndarray]:
         """Return the drafts that fill windows, int64 [R], as `propose` does.
 
         Each begins with the tokens in flight."""
-        count = np.where(windows > 0, windows + found.ahead, 0)
+        count = np.where(windows > 0, windows + ahead, 0)
         place = spans(found.begin, count)
         if len(found.texts) == 1:
             return found.texts[0][place].astype(np.int64), count
@@ -260,23 +219,6 @@ class Proposer:
             here = (text == number).nonzero()[0]
             tokens[here] = known[place[here]]
         return tokens, count
-
-    def pause_dear(self, found: Found, windows: np.ndarray) -> None:
-        """Let sources pause whose windows, int64 [R], save less than their queries take."""
-        self._query_s += 0.1 * (found.query_s - self._query_s) * found.is_due
-        num_rows, fed, positions = len(windows), windows.sum(), found.positions
-        plain_s = self.cost.seconds(num_rows, num_rows, 0, positions)
-        fed_s = self.cost.seconds(num_rows, num_rows + fed, fed > 0, positions) - plain_s
-        rates = np.minimum(found.chance, 1.0 - 1e-9)
-        accepted = rates * (1.0 - rates**windows) / (1.0 - rates)
-        saved_s = accepted * plain_s / num_rows - windows * fed_s / max(fed, 1)
-        saved_s = np.bincount(found.asked_of, saved_s, len(found.is_due))
-        is_dear = found.is_due & (saved_s <= self._query_s)
-        if is_dear.any():
-            lengths = np.minimum(self._query_s / (LOOK_SHARE * plain_s), MAX_PAUSE)
-            due = np.where(is_dear, self._forward + lengths.astype(np.int64), self._due)
-            self._due = due.tolist()
-            self._paused_rows = num_rows
 
     def observe(
         self,

@@ -126,13 +126,9 @@ class Found(NamedTuple):
     texts: list[np.ndarray]  # tokens of the sources that have proposed something
     text: np.ndarray  # int64 [R], which of the texts has a row's proposal
     begin: np.ndarray  # int64 [R], where it begins there
-    available: np.ndarray  # int64 [R], its tokens behind those in flight; 0 for no proposal
+    count: np.ndarray  # type: ignore[assignment]  # tuple.count is not used
+    """int64 [R], its tokens behind those in flight; 0 for no proposal."""
     chance: np.ndarray  # float64 [R], that its next token is accepted
-    positions: int  # attended to by all rows together
-    ahead: np.ndarray | int  # int64 [R], tokens that may be gained in flight
-    asked_of: np.ndarray  # int64 [R], number of the source
-    is_due: np.ndarray  # bool [sources], which were asked
-    query_s: np.ndarray  # float64 [sources], seconds that this took
 
 
 class DraftSource:
@@ -146,7 +142,6 @@ class DraftSource:
     kinds: Sequence[tuple] = ()
     is_enabled = True  # whether the source is queried and gets new tokens
     chance = 0.0  # acceptance rate below which another source's proposal is replaced
-    weighs_its_time = False  # whether the source proposes only where that pays for its time
     is_last = False  # whether sources that are added later are asked before it
     needs_results = False  # whether it proposes behind the latest tokens alone, none in flight
     problem: str | None = None  # why it proposes no more, on this rank

@@ -186,7 +186,7 @@ class OwnersPropose:
 
         cost: of its forwards, the same on all ranks; None: the first rank plans by its own."""
         self.proposer, self.own_rows, self.gather, self.cost = proposer, own_rows, gather, cost
-        # Of all sources of this engine, paused or not: all ranks must launch the same forwards.
+        # Of all sources of this engine, used or not: all ranks must launch the same forwards.
         self.needs_results = any(of.needs_results and of.serves(engine) for of in proposer.sources)
 
     def propose(self, rows: list[Row], lengths, room, budget, ahead):
@@ -195,10 +195,9 @@ class OwnersPropose:
         drafts = np.full((len(rows), 1 + MAX_DRAFT_TOKENS), -1)  # behind the chance of the first
         room = np.minimum(room, MAX_DRAFT_TOKENS - ahead)
         if len(own):
-            of_own = [rows[i] for i in own], lengths[own], room[own], budget, ahead[own]
-            found = self.proposer.find(*of_own)
+            found = self.proposer.find([rows[i] for i in own], room[own], budget, ahead[own])
         if found is not None:
-            tokens, counts = self.proposer.tokens_of(found, found.available)
+            tokens, counts = self.proposer.tokens_of(found, found.count, ahead[own])
             row, offset = ragged(counts)
             drafts[own, 0] = CHANCES * found.chance
             fits = offset < (room + ahead)[own[row]]
@@ -211,8 +210,6 @@ class OwnersPropose:
             windows = choose_windows(chance, windows, cost, positions, budget=budget)
             if self.cost is None:
                 windows = self.gather(windows)[0]
-            if found is not None:
-                self.proposer.pause_dear(found, windows[own])
         count = np.where(windows > 0, windows + ahead, 0)
         return drafts[np.arange(MAX_DRAFT_TOKENS) < count[:, None]], count
 
