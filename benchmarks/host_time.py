@@ -105,7 +105,7 @@ def make_rows(num_rows: int, rng: np.random.Generator) -> tuple[list[Row], np.nd
     for number, text in enumerate(texts):
         prompt = tuple(np.random.default_rng(number // GROUP).integers(2, VOCABULARY, PROMPT))
         name = SampleId(number // GROUP, 0, number % GROUP)
-        rows.append(Row(name, prompt, MAX_LENGTH - PROMPT))
+        rows.append(Row(name, prompt, MAX_LENGTH - PROMPT, number=number))
         draft = text[:DRAFT].copy()
         wrong = rng.random(DRAFT) < WRONG
         draft[wrong] = rng.integers(2, VOCABULARY, int(wrong.sum()))

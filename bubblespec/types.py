@@ -73,6 +73,8 @@ class Row:
     """"stop", "length", or None while unfinished."""
     draft: "Draft | None" = None
     """Draft of the row, by which its proposals begin."""
+    number: int = -1
+    """Number within its rollout: index in the launch, or behind it for a row of a coming step."""
     has_turns: bool = False
     """Whether a stop token ends a turn, after which an environment may add tokens."""
 

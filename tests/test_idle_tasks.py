@@ -23,7 +23,7 @@ from bubblespec.tools.simulate.world import SimulatedRanks, World
 from bubblespec.types import Draft, Launch, Load, Row, SampleId
 from tests.helpers.clocks import Clock
 from tests.helpers.rollouts import ALONE, PARAMS, fixed_cost, groups_of, rows_of
-from tests.helpers.rows import loop_of
+from tests.helpers.rows import loop_of, numbered
 
 # Who does what
 
@@ -97,7 +97,7 @@ def view_of(own: list[Row] = (), num_slots: int = 8, is_prefilled: bool = True) 
         prefill(engine)
     for name in (DraftAhead.name, StreamGradients.name, TrainDrafter.name):
         record.idle[name] = IdleUse()
-    return RankView(0, engine, {row: index for index, row in enumerate(own)}, record)
+    return RankView(0, engine, numbered(list(own)), record, len(own))
 
 
 def rows_in(task: DraftAhead) -> list[Row]:
@@ -109,6 +109,7 @@ def drafting(view: RankView, num_plans: int = 20, store=None, cost=None, **optio
     plans = [Job(name, 1.0, 0.5, name.sample < 10, prompt=(1, 2)) for name in names]
     cost, options = cost or fixed_cost(), {"version": 3, "max_new_tokens": 30, **options}
     proposer = make_proposer(["bubble"], History(0), cost, has_drafts=True)
+    proposer.begin()
     task = DraftAhead(plans, store or DraftStore(1000), proposer, cost, **options)
     task.begin(view)
     return task

@@ -46,7 +46,7 @@ def random_events(
 def build(events, history=(), prompt=()) -> GroupIndex:
     index = GroupIndex(history, prompt=prompt)
     for kind, sample, tokens in events:
-        (index.add_draft if kind == "draft" else index.extend)(sample, tokens)
+        (index.row if kind == "draft" else index.extend)(sample, tokens)
     return index
 
 
@@ -215,20 +215,19 @@ def test_rows_together_equal_rows_one_by_one():
     rng = np.random.default_rng(6)
     together, alone = SuffixIndex(), [GroupIndex() for _ in range(3)]
     rows = [(group, sample) for group in range(3) for sample in range(2)]
-    numbers = np.array([together.add_row(group, sample, 400) for group, sample in rows])
-    for number, (group, sample) in zip(numbers.tolist(), rows, strict=True):
+    numbers = np.arange(len(rows))
+    for number, (group, sample) in enumerate(rows):
         tokens = rng.integers(4, size=50)
-        together.add_draft(number, tokens)
+        together.add_row(number, group, sample, 400, tokens)
         together.start_indexing(number)
-        alone[group].add_draft(sample, tokens)
+        alone[group].row(sample, tokens)
     lengths = []
     for _ in range(60):
-        proposed = together.propose(numbers, np.full(6, 8))
-        for at, (group, sample) in enumerate(rows):
-            begin, count = int(proposed.begin[at]), int(proposed.count[at])
+        proposed = np.transpose(together.propose(numbers, np.full(6, 8))).tolist()
+        for (begin, count, *found), (group, sample) in zip(proposed, rows, strict=True):
             tokens, length, source = alone[group].propose(sample, 8)
             assert together.text[begin : begin + count].tolist() == tokens.tolist()
-            assert (proposed.match[at], proposed.source[at]) == (length, source)
+            assert found == [length, source]
             lengths.append(length)
         # Of a group one row at a time, as rows of equal recency hide each other.
         for sample in (0, 1):

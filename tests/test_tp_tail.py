@@ -113,7 +113,7 @@ def play(
 
         def noted(loop):
             engine.collect()
-            entered.append({place: len(row.tokens) for row, place in loop.unfinished.items()})
+            entered.append({place: len(row.tokens) for place, row in loop.unfinished.items()})
             before = 0 if source is None else int(source.chain_lengths[1:].sum())
             run(loop)
             num_chains.append(0 if source is None else int(source.chain_lengths[1:].sum()) - before)
@@ -250,7 +250,8 @@ def test_windows_of_all_ranks_are_planned_together(is_measured):
         own = rows[4 * rank : 4 * rank + 4]
         for row in own:
             proposer.track(row, 4)
-        drafts = OwnersPropose(proposer, own, SimulatedRanks(world, rank).gather, None, cost)
+        gather, numbers = SimulatedRanks(world, rank).gather, {row.number for row in own}
+        drafts = OwnersPropose(proposer, numbers, gather, None, cost)
         found[rank] = drafts.propose(rows, np.ones(8, int), np.full(8, 50), 999, np.zeros(8, int))
 
     world.run(propose)

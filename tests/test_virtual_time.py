@@ -15,6 +15,7 @@ from bubblespec.tools.simulate.runner import SimulatedRunner
 from bubblespec.tools.simulate.world import SimulatedRanks, SimulatedTicks, World
 from bubblespec.types import Draft, Load, Row, SampleId
 from tests.helpers.clocks import Clock
+from tests.helpers.rows import numbered
 from tests.helpers.simulated import LinearCost, run_to_end
 
 
@@ -160,7 +161,7 @@ def test_simulated_forwards_equal_real_forwards(make_model, slots, budget, has_d
         history, sources = History(0), ["bubble", "suffix"]
         proposer = make_proposer(sources, history, CostModel(), has_drafts=True, clock=Clock())
         proposer.begin()
-        for row in rows:
+        for row in numbered(rows).values():
             row.draft = drafts[row.id]
             proposer.track(row, 3)
         loads = run_to_end(Engine(runner), rows, params, proposer)

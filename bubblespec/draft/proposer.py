@@ -1,7 +1,7 @@
 """Draft tokens of each row in a forward: of the first source with any, in a window that pays.
 
 Implements the engine's `Proposer`; sources are in sources.py, windows in planner/windows.py. Rows
-have numbers here; -1 stands for a row that is not tracked.
+are known by `Row.number`.
 
 Shape legend: R rows, K kinds of proposals.
 """
@@ -17,8 +17,7 @@ from bubblespec.draft.sources import (
     DraftSource,
     Found,
     History,
-    OwnDrafts,
-    SuffixMatches,
+    TextMatches,
     TrackedRows,
     check_proposals,
     load_source,
@@ -93,18 +92,10 @@ class Proposer:
         self._is_own = np.array([name == SOURCE_NAMES[OWN] for name in names], bool)
         self._spent_s, self._num_queried = 0.0, 0
         self.tracked = TrackedRows()
-        self._numbers: dict[int, int] = {}  # by id() of the row
-        # Rows of the last forward, their numbers, and tokens of their prompts. Most forwards have
-        # the rows of the forward before.
-        self._last: tuple[list[Row], np.ndarray, int] = ([], np.empty(0, np.int64), 0)
-        # Forwards without drafts: rows, tokens gained, and how many by each. They are read together
-        # when next needed, as reading one costs as much as a query.
-        self._unread: list[tuple[list[Row], np.ndarray, np.ndarray]] = []
 
     @property
     def acceptance(self) -> Acceptance:
         """Outcome of the drafts of this rollout."""
-        self._read()
         counts = self._acceptance
         counts.by_source = self.survival.by_source()
         totals = self.survival.counts[PROPOSED:, 1].sum(axis=1).astype(int).tolist()
@@ -115,22 +106,14 @@ class Proposer:
         """Propose for a row from now on.
 
         version: updates of the current weights; is_counted: whether the row is of this step."""
-        self._read()
         age = 0 if row.draft is None else min(version - row.draft.version, MAX_AGE)
-        number = self._numbers[id(row)] = self.tracked.add(row, row.draft, age, is_counted)
-        self._last = ([], *self._last[1:])
+        self.tracked.add(row, age, is_counted)
         for source in self.sources:
-            source.track(number)
+            source.track(row.number)
 
     def extend(self, row: Row, ids: np.ndarray) -> None:
         """Append an observation to a row's tokens."""
-        self._read()
-        if (number := self._numbers.get(id(row))) is None:
-            return
-        gained = np.array([number]), ids, np.array([len(ids)])
-        self.tracked.extend(*gained)
-        for source in self.enabled_sources:
-            source.observe(*gained)
+        self._extend(np.array([row.number]), ids, np.array([len(ids)]))
 
     def take_spent(self) -> tuple[float, int]:
         """Return seconds spent here and rows queried since the last call."""
@@ -155,7 +138,8 @@ class Proposer:
             return np.empty(0, np.int64), np.zeros(len(rows), np.int64)
         started, windows = self.clock.perf_counter(), found.count
         if not self.always:
-            positions = int(lengths.sum()) + self._known(rows)[1]
+            prompts = self.tracked.prompt_length[numbers_of(rows)]
+            positions = int(lengths.sum() + prompts.sum())
             windows = choose_windows(found.chance, windows, self.cost, positions, budget=budget)
         proposed = self.tokens_of(found, windows, ahead)
         self._spent_s += self.clock.perf_counter() - started
@@ -174,11 +158,10 @@ class Proposer:
         if not asked_sources:
             return None
         started = self.clock.perf_counter()
-        self._read()
         self._num_queried += len(rows)
-        numbers = self._known(rows)[0]
+        numbers = numbers_of(rows)
         limits = np.minimum(room, ALWAYS_WINDOW if self.always else min(int(WINDOWS[-1]), budget))
-        asked = ((limits > 0) & (numbers >= 0)).nonzero()[0]
+        asked = (limits > 0).nonzero()[0]
         limits = limits + ahead
         texts: list[np.ndarray] = []
         text, begin, count, kind = np.zeros((4, len(rows)), np.int64)
@@ -229,21 +212,23 @@ class Proposer:
         num_accepted: np.ndarray,
     ) -> None:
         """See the engine's `Proposer`: learn from the outcome, and pass the new tokens on."""
-        if not num_draft.any():
-            self._unread.append((rows, tokens, num_gained))
-            return
         started = self.clock.perf_counter()
-        self._read()
-        numbers = self._known(rows)[0]
-        num_forwards = np.ones_like(numbers)
-        if len(numbers) and numbers.min() < 0:
-            is_known = numbers >= 0
-            tokens = tokens[is_known.repeat(num_gained)]
-            columns = (numbers, num_gained, num_forwards, num_draft, num_accepted)
-            numbers, num_gained, num_forwards, num_draft, num_accepted = (
-                column[is_known] for column in columns
-            )
-        self._take_in(numbers, tokens, num_gained, num_forwards, num_draft, num_accepted)
+        tracked, counts, numbers = self.tracked, self._acceptance, numbers_of(rows)
+        kind, is_counted = tracked.take_kind(numbers), tracked.is_counted[numbers] > 0
+        counts.row_forwards += int(is_counted.sum())
+        counts.gained_tokens += int(num_gained @ is_counted)
+        # Rows that have left their draft, of which tokens are left.
+        has_left = is_counted & ~tracked.texts.is_aligned[numbers]
+        has_left &= tracked.texts.in_draft(numbers)[1] > 0
+        if has_left.any():
+            given = num_accepted * self._is_own[kind]
+            self.survival.behind += num_gained @ has_left, given @ has_left
+        if num_draft.any():
+            self.survival.observe(kind, num_draft, num_accepted, is_counted)
+            lengths = num_accepted[(num_draft > 0) & is_counted]
+            bins = WINDOWS.searchsorted(lengths, side="right") - 1
+            counts.accepted_lengths += np.bincount(bins, minlength=len(WINDOWS))
+        self._extend(numbers, tokens, num_gained)
         self._spent_s += self.clock.perf_counter() - started
 
     def catch_up(self) -> None:
@@ -251,63 +236,15 @@ class Proposer:
         for source in self.enabled_sources:
             source.catch_up()
 
-    def _read(self) -> None:
-        """Take in the tokens of forwards without drafts."""
-        if not self._unread:
-            return
-        entries = np.concatenate([self._known(rows)[0] for rows, _, _ in self._unread])
-        tokens, counts = (np.concatenate([x[i] for x in self._unread]) for i in (1, 2))
-        self._unread.clear()
-        # Row by row, and within a row in the order of the forwards.
-        owners = entries.repeat(counts)
-        order = owners.argsort(kind="stable")
-        order = order[owners[order].searchsorted(0) :]
-        entries, counts = entries[entries >= 0], counts[entries >= 0]
-        num_forwards = np.bincount(entries)
-        numbers = num_forwards.nonzero()[0]
-        gained = np.bincount(entries, counts)[numbers].astype(np.int64)
-        none = np.zeros_like(numbers)
-        self._take_in(numbers, tokens[order], gained, num_forwards[numbers], none, none)
+    def _extend(self, numbers: np.ndarray, tokens: np.ndarray, counts: np.ndarray) -> None:
+        self.tracked.texts.extend(numbers, tokens, counts)
+        for source in self.enabled_sources:
+            source.observe(numbers, tokens, counts)
 
-    def _known(self, rows: list[Row]) -> tuple[np.ndarray, int]:
-        """Return the numbers of rows, int64 [R], and the number of tokens of their prompts."""
-        if rows != self._last[0]:
-            numbers = np.array([self._numbers.get(id(row), -1) for row in rows], np.int64)
-            self._last = rows, numbers, sum(len(row.prompt) for row in rows)
-        return self._last[1:]
 
-    def _take_in(
-        self,
-        numbers: np.ndarray,
-        tokens: np.ndarray,
-        num_gained: np.ndarray,
-        num_forwards: np.ndarray,
-        num_draft: np.ndarray,
-        num_accepted: np.ndarray,
-    ) -> None:
-        """Take in the tokens of different rows, row after row, and the outcome of their drafts.
-
-        num_gained, num_forwards, num_draft, num_accepted: int64 [R], by row."""
-        tracked = self.tracked
-        has_left = tracked.num_gained[numbers] < tracked.draft_length[numbers]
-        has_left &= ~tracked.is_aligned[numbers]
-        kind, is_counted = tracked.take_kind(numbers), tracked.is_counted[numbers]
-        has_left &= is_counted
-        if has_left.any():
-            given = num_accepted * self._is_own[kind]
-            self.survival.behind += num_gained @ has_left, given @ has_left
-        counts = self._acceptance
-        counts.row_forwards += int(num_forwards @ is_counted)
-        counts.gained_tokens += int(num_gained @ is_counted)
-        if num_draft.any():
-            self.survival.observe(kind, num_draft, num_accepted, is_counted)
-            lengths = num_accepted[(num_draft > 0) & is_counted]
-            bins = WINDOWS.searchsorted(lengths, side="right") - 1
-            counts.accepted_lengths += np.bincount(bins, minlength=len(WINDOWS))
-        tracked.extend(numbers, tokens, num_gained)
-        for source in self.sources:
-            if source.is_enabled:
-                source.observe(numbers, tokens, num_gained)
+def numbers_of(rows: list[Row]) -> np.ndarray:
+    """Return the numbers of rows, int64 [R]."""
+    return np.array([row.number for row in rows], np.int64)
 
 
 def make_proposer(
@@ -325,9 +262,7 @@ def make_proposer(
     Mechanisms add theirs later. has_drafts: whether samples have drafts of their own; vocab_size:
     number of the policy's tokens, None in virtual time. Raises InputError."""
     sources: list[DraftSource] = []
-    if has_drafts:
-        sources.append(OwnDrafts())
-    if "suffix" in names:
-        sources.append(SuffixMatches(history))
+    if has_drafts or "suffix" in names:
+        sources.append(TextMatches(history, searches="suffix" in names))
     sources += [load_source(name, vocab_size) for name in names if "." in name]
     return Proposer(sources, cost, always=always, clock=clock)

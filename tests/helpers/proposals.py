@@ -4,7 +4,7 @@ agrees with a given truth."""
 import numpy as np
 
 from bubblespec.draft.proposer import Proposer, make_proposer
-from bubblespec.draft.sources import DraftSource, History, OwnDrafts, Proposals
+from bubblespec.draft.sources import DraftSource, History, Proposals, TextMatches
 from bubblespec.engine.arrays import packed, unpacked
 from bubblespec.planner.costs import CostModel
 from bubblespec.types import Draft, Row, SampleId
@@ -27,13 +27,16 @@ def make(method: str = "bubble+suffix", always=True, costs=None, history=None) -
 
 
 def drafts_and(source: DraftSource) -> Proposer:
-    proposer = Proposer([OwnDrafts(), source], cost(), always=True, clock=Clock())
+    proposer = Proposer(
+        [TextMatches(History(0), False), source], cost(), always=True, clock=Clock()
+    )
     proposer.begin()
     return proposer
 
 
-def row(sample: int = 0, visit: int = STEP, uid: int = 70, tokens=()) -> Row:
-    return Row(SampleId(uid, visit, sample), (1, 2, 3), 500, np.array(tokens, np.int64))
+def row(sample: int = 0, visit: int = STEP, uid: int = 70, tokens=(), number=None) -> Row:
+    number, tokens = sample if number is None else number, np.array(tokens, np.int64)
+    return Row(SampleId(uid, visit, sample), (1, 2, 3), 500, tokens, number=number)
 
 
 def draft(tokens, version: int = 4) -> Draft:
@@ -92,7 +95,7 @@ class Guesses(DraftSource):
         names = [self.tracked.rows[number].id for number in numbers]
         lengths = [len(self.gained[name]) for name in names]
         self.asked.append(names)
-        assert (limits > 0).all() and lengths == self.tracked.num_gained[numbers].tolist()
+        assert (limits > 0).all() and lengths == self.tracked.texts.lengths(numbers).tolist()
         places = zip(names, lengths, limits, strict=True)
         rest = [self.guesses.get(name, [])[n : n + limit] for name, n, limit in places]
         tokens, counts = packed([np.array(tokens, np.int64) for tokens in rest])

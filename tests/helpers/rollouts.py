@@ -27,7 +27,7 @@ from bubblespec.tools.simulate.world import SimulatedRanks
 from bubblespec.types import Draft, Group, Load, Prompt, Row, SampleId
 from tests.helpers.clocks import Clock, forward_seconds
 from tests.helpers.models import VOCAB, small_config
-from tests.helpers.rows import loop_of, make_rows
+from tests.helpers.rows import loop_of, make_rows, numbered
 
 SEED = 5
 PARAMS = SamplingParams(temperature=0.9, stop_token_ids=(5, 11, 20, 33))
@@ -185,7 +185,7 @@ class World:
     ) -> tuple[RolloutRecord, dict[SampleId, Draft]]:
         """Drafts ahead unless `plans` is None. Returns also the drafts that were made."""
         self.proposer.begin()
-        for row in rows:
+        for row in numbered(rows).values():
             draft = drafts[row.id] if drafts and row.id in drafts else self.store.get(row.id)
             row.draft = draft
             self.proposer.track(row, step)

@@ -2,7 +2,14 @@
 
 import numpy as np
 
-from bubblespec.draft.suffix import HISTORY, HISTORY_OWNER, PROMPT_OWNER, SELF, SuffixIndex
+from bubblespec.draft.suffix import (
+    HISTORY,
+    HISTORY_OWNER,
+    NOTHING,
+    PROMPT_OWNER,
+    SELF,
+    SuffixIndex,
+)
 
 CAPACITY = 1000  # tokens of a row
 
@@ -20,14 +27,12 @@ class GroupIndex:
         if len(prompt):
             self.index.add_texts([np.array(prompt)], 0, [PROMPT_OWNER], [SELF])
 
-    def row(self, sample: int) -> int:
+    def row(self, sample: int, draft: np.ndarray = NOTHING) -> int:
         if sample not in self.rows:
-            self.rows[sample] = self.index.add_row(0, sample, CAPACITY)
+            self.rows[sample] = len(self.rows)
+            self.index.add_row(self.rows[sample], 0, sample, CAPACITY, draft)
             self.index.start_indexing(self.rows[sample])
         return self.rows[sample]
-
-    def add_draft(self, sample: int, tokens: np.ndarray) -> None:
-        self.index.add_draft(self.row(sample), tokens)
 
     def extend(self, sample: int, tokens: np.ndarray) -> None:
         self.index.extend(np.array([self.row(sample)]), tokens, np.array([len(tokens)]))

@@ -126,11 +126,11 @@ class TPTail(Mechanism):
         own_engine, proposer, record = loop.engine, loop.proposer, loop.record
         unfinished, began_s = loop.unfinished, clock.perf_counter()
         own_engine.collect()
-        rows = gather_rows({i: row for row, i in unfinished.items()}, loop.table, ranks)
+        rows = gather_rows(unfinished, loop.table, ranks)
         if rows:  # otherwise all have ended since the tick
             self._insert([rows[index] for index in sorted(rows)], unfinished, own_engine)
         for row in [*own_engine.queue, *own_engine.rows[::-1]]:
-            if row in unfinished:
+            if row.number in unfinished:
                 own_engine.drop(row)
         if not rows:
             return
@@ -150,17 +150,17 @@ class TPTail(Mechanism):
                 assert load is not None, "the engine is not idle"
                 record.shared_forwards.append(loop.record_of(load, step_s, own_rows, 0))
                 for row in finished:
-                    if row in unfinished:
+                    if row.number in unfinished:
                         loop.finish(row)
         engine.collect()
         engine.reset()  # memory and graphs stay: capturing may take as long as the tail saves
         record.shared.append(Span("shared", began_s, clock.perf_counter()))
 
-    def _insert(self, rows: list[Row], own: Container[Row], own_engine: Engine) -> None:
+    def _insert(self, rows: list[Row], own: Container[int], own_engine: Engine) -> None:
         """Insert the rows of all ranks, with the keys and values that their ranks have."""
         engine, place = self.engine, enumerate(own_engine.rows)
-        slots = {row: slot for slot, row in place if row in own}
-        slot = np.array([slots.get(row, -1) for row in rows])
+        slots = {row.number: slot for slot, row in place if row.number in own}
+        slot = np.array([slots.get(row.number, -1) for row in rows])
         latest = own_engine.length[slot] - 1 - self.tokens_fed_again
         kept = np.where(slot >= 0, np.minimum(own_engine.cached[slot], latest).clip(0), 0)
         source, target = (cast(ModelRunner, of.runner) for of in (own_engine, engine))
@@ -180,9 +180,9 @@ class OwnersPropose:
     Windows are of all ranks' rows together, as one forward verifies them."""
 
     def __init__(
-        self, proposer: Proposer, own_rows: Container[Row], gather: Callable, engine: Engine, cost
+        self, proposer: Proposer, own_rows: Container[int], gather: Callable, engine: Engine, cost
     ):
-        """gather: `Ranks.gather`, between two forwards; engine: that has the rows.
+        """own_rows: numbers; gather: `Ranks.gather`, between two forwards; engine: has the rows.
 
         cost: of its forwards, the same on all ranks; None: the first rank plans by its own."""
         self.proposer, self.own_rows, self.gather, self.cost = proposer, own_rows, gather, cost
@@ -222,7 +222,7 @@ class OwnersPropose:
             self.proposer.observe([rows[i] for i in own], tokens, *counts)
 
     def _own(self, rows: list[Row]) -> np.ndarray:
-        return np.array([i for i, row in enumerate(rows) if row in self.own_rows], np.int64)
+        return np.array([i for i, row in enumerate(rows) if row.number in self.own_rows], np.int64)
 
 
 def add_needs(needs: Needs, run: Run) -> Needs:
