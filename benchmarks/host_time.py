@@ -26,7 +26,7 @@ import torch
 
 from benchmarks.shared import write_json
 from bubblespec.draft.proposer import Proposer, make_proposer
-from bubblespec.draft.sources import History
+from bubblespec.draft.store import TextStore
 from bubblespec.engine.ahead import Standing, draft_of
 from bubblespec.engine.arrays import ragged
 from bubblespec.engine.batch import Batch, Drawn, Plan, Runner, SamplingParams, Texts, num_accepted
@@ -118,7 +118,7 @@ def start(rows: list[Row], drafts: list[Draft | None]) -> tuple[Proposer, float]
     parameters = np.zeros_like(CostModel().parameters)
     parameters[:3] = COST_S
     cost = CostModel.from_parameters(parameters)
-    proposer = make_proposer(["bubble", "suffix"], History(1), cost, has_drafts=True)
+    proposer = make_proposer(["bubble", "suffix"], TextStore(1), cost, has_drafts=True)
     begin_s = time.perf_counter()
     proposer.begin()
     for row, draft in zip(rows, drafts, strict=True):

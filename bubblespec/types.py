@@ -87,8 +87,10 @@ class Draft:
     """int32."""
     is_finished: bool
     """Whether the draft is a complete response."""
-    version: int
+    version: int = 0
     """Updates of the weights that last extended the draft."""
+    reward: float = 0.0
+    """Of a response of an earlier epoch."""
 
 
 class Launch(NamedTuple):

@@ -9,8 +9,7 @@ import pytest
 
 from bubblespec.config import Config, LossConfig, ModelConfig
 from bubblespec.draft.proposer import make_proposer
-from bubblespec.draft.sources import History
-from bubblespec.draft.store import DraftStore
+from bubblespec.draft.store import TextStore
 from bubblespec.engine.engine import Engine
 from bubblespec.mechanisms.drafter.training import LITTLE_S, MAX_SHARE, TrainDrafter
 from bubblespec.mechanisms.stream_gradients import StreamGradients
@@ -108,9 +107,9 @@ def drafting(view: RankView, num_plans: int = 20, store=None, cost=None, **optio
     names = [SampleId(5, 1, n) for n in range(num_plans)]
     plans = [Job(name, 1.0, 0.5, name.sample < 10, prompt=(1, 2)) for name in names]
     cost, options = cost or fixed_cost(), {"version": 3, "max_new_tokens": 30, **options}
-    proposer = make_proposer(["bubble"], History(0), cost, has_drafts=True)
+    proposer = make_proposer(["bubble"], TextStore(0), cost, has_drafts=True)
     proposer.begin()
-    task = DraftAhead(plans, store or DraftStore(1000), proposer, cost, **options)
+    task = DraftAhead(plans, store or TextStore(1000), proposer, cost, **options)
     task.begin(view)
     return task
 
@@ -177,7 +176,7 @@ def test_prompts_of_drafts_are_fed_in_small_pieces():
 
 
 def test_only_grown_drafts_are_kept():
-    store = DraftStore(1000)
+    store = TextStore(1000)
     for number in (0, 1, 3):
         store.put(SampleId(5, 1, number), Draft(np.arange(4, dtype=np.int32), False, 1))
     task = drafting(view_of(), store=store)

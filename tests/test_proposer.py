@@ -5,11 +5,13 @@ import pytest
 
 from bubblespec.draft import proposer as module
 from bubblespec.draft.proposer import Proposer
-from bubblespec.draft.sources import History, TextMatches, TrackedRows
+from bubblespec.draft.sources import TextMatches, TrackedRows
+from bubblespec.draft.store import TextStore
 from bubblespec.draft.suffix import LIVE, MAX_MATCH, SuffixIndex
 from bubblespec.engine.arrays import packed
 from bubblespec.planner.costs import CostModel
 from bubblespec.planner.windows import WINDOWS
+from bubblespec.types import Draft, SampleId
 from tests.helpers.clocks import Clock
 from tests.helpers.proposals import (
     STEP,
@@ -90,8 +92,8 @@ def test_draft_is_followed_up_to_a_mismatch(tokens, truth, wanted):
 
 
 def test_suffix_alone_finds_other_samples_and_epochs():
-    history = History(1000)
-    history.add(70, np.arange(50, 70), 1.0)
+    history = TextStore(1000)
+    history.put(SampleId(70, 1, 0), Draft(np.arange(50, 70, dtype=np.int32), True))
     proposer = make("suffix", history=history)
     own, other = row(0), row(1, uid=71)
     for r in (own, other):
@@ -281,7 +283,7 @@ def test_sources_that_need_results_are_not_asked_while_tokens_are_in_flight():
     class Waiting(TextMatches):
         needs_results = True
 
-    proposer = Proposer([Waiting(History(0))], CostModel(), always=True)
+    proposer = Proposer([Waiting(TextStore(0))], CostModel(), always=True)
     proposer.begin()
     own, one = row(), np.array([1])
     own.draft = draft(range(9))

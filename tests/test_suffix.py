@@ -5,7 +5,6 @@ import itertools
 import numpy as np
 import pytest
 
-from bubblespec.draft.sources import History
 from bubblespec.draft.suffix import (
     HISTORY,
     LIVE_LAG,
@@ -238,43 +237,3 @@ def test_rows_together_equal_rows_one_by_one():
             for group, tokens in enumerate(np.split(gained, np.cumsum(counts)[:-1])):
                 alone[group].extend(sample, tokens)
     assert {0, 2, 8} <= set(lengths)
-
-
-def test_history_returns_and_drops_oldest_first():
-    history = History(max_tokens=10)
-    history.add(1, ints(1, 1, 1, 1), 1.0)
-    history.add(2, ints(2, 2, 2), 0.5)
-    history.add(1, ints(3, 3, 3), 0.0)
-    assert [(tokens.tolist(), reward) for tokens, reward in history.get(1)] == [
-        ([1, 1, 1, 1], 1.0),
-        ([3, 3, 3], 0.0),
-    ]
-    history.add(3, ints(4), 0.0)
-    assert [tokens.tolist() for tokens, _ in history.get(1)] == [[3, 3, 3]]
-    history.add(4, np.zeros(11, np.int64), 0.0)  # would empty the store and still not fit
-    history.add(4, ints(), 0.0)
-    assert history.get(4) == [] and history.num_tokens == 7
-    history.add(5, np.zeros(10, np.int64), 0.0)
-    assert set(history.entries) == {5} and list(history.order) == [5]
-
-
-def test_history_state_round_trip():
-    rng = np.random.default_rng(7)
-    history = History(max_tokens=400)
-    for _ in range(60):
-        uid = int(rng.integers(4)) + (1 << 62)
-        history.add(uid, rng.integers(1000, size=rng.integers(1, 20)), float(rng.normal()))
-    state = history.state_dict()
-    same, smaller = History(max_tokens=400), History(max_tokens=150)
-    same.add(3, ints(1, 2, 3), 0.0)  # replaced by the state
-    same.load_state_dict(state)
-    smaller.load_state_dict(state)
-    assert 130 < smaller.num_tokens <= 150
-    assert list(smaller.order) == state["uid"][-len(smaller.order) :].tolist()
-    for store in (history, same):  # both go on alike
-        store.add(1, np.arange(50), 1.0)
-    for key, value in history.state_dict().items():
-        np.testing.assert_array_equal(same.state_dict()[key], value)
-        assert same.state_dict()[key].dtype == value.dtype
-    same.load_state_dict(History(max_tokens=9).state_dict())
-    assert same.state_dict()["tokens"].dtype == np.int32 and len(same.order) == same.num_tokens == 0

@@ -9,7 +9,8 @@ import pytest
 from bubblespec.config import Config
 from bubblespec.draft.chains import ChainSource
 from bubblespec.draft.proposer import PRIORS, Proposer, make_proposer
-from bubblespec.draft.sources import DraftSource, History
+from bubblespec.draft.sources import DraftSource
+from bubblespec.draft.store import TextStore
 from bubblespec.engine.engine import Engine
 from bubblespec.engine.model_checks import prepare_model
 from bubblespec.engine.runner import ModelRunner
@@ -86,7 +87,7 @@ def play(
         rows, finished, entered, num_chains = table.make_rows(LIMIT), [], [], []
         proposer = None
         if drafts is not None:
-            parts = ["bubble", "suffix"], History(1000), fixed_cost()
+            parts = ["bubble", "suffix"], TextStore(1000), fixed_cost()
             proposer = make_proposer(*parts, has_drafts=True, clock=ranks.clock)
             proposer.begin()
             for row in rows.values():
@@ -245,7 +246,7 @@ def test_windows_of_all_ranks_are_planned_together(is_measured):
     found, world = {}, World(2)
 
     def propose(rank: int) -> None:
-        proposer = make_proposer(("bubble",), History(1000), alone[rank], has_drafts=True)
+        proposer = make_proposer(("bubble",), TextStore(1000), alone[rank], has_drafts=True)
         proposer.begin()
         own = rows[4 * rank : 4 * rank + 4]
         for row in own:

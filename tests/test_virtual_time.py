@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from bubblespec.draft.proposer import make_proposer
-from bubblespec.draft.sources import History
+from bubblespec.draft.store import TextStore
 from bubblespec.engine.batch import SamplingParams
 from bubblespec.engine.engine import Engine
 from bubblespec.engine.runner import ModelRunner
@@ -158,7 +158,7 @@ def test_simulated_forwards_equal_real_forwards(make_model, slots, budget, has_d
     def loads_of(runner, rows: list[Row]) -> tuple[list[Load], dict]:
         if not has_drafts:
             return run_to_end(Engine(runner), rows, params), {}
-        history, sources = History(0), ["bubble", "suffix"]
+        history, sources = TextStore(0), ["bubble", "suffix"]
         proposer = make_proposer(sources, history, CostModel(), has_drafts=True, clock=Clock())
         proposer.begin()
         for row in numbered(rows).values():

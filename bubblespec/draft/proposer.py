@@ -16,12 +16,12 @@ from bubblespec.draft.sources import (
     MAX_AGE,
     DraftSource,
     Found,
-    History,
     TextMatches,
     TrackedRows,
     check_proposals,
     load_source,
 )
+from bubblespec.draft.store import TextStore
 from bubblespec.draft.suffix import OWN, SOURCE_NAMES
 from bubblespec.engine.arrays import spans
 from bubblespec.planner.costs import CostModel
@@ -249,7 +249,7 @@ def numbers_of(rows: list[Row]) -> np.ndarray:
 
 def make_proposer(
     names: Collection[str],
-    history: History,
+    history: TextStore,
     cost: CostModel,
     *,
     has_drafts: bool,

@@ -9,7 +9,6 @@ Work in a forward is done for all rows together, by array.
 Shape legend: R rows, K kinds of proposals.
 """
 
-from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -17,6 +16,7 @@ import numpy as np
 
 from bubblespec.config.combinations import METHODS
 from bubblespec.config.imports import call, import_path
+from bubblespec.draft.store import TextStore
 from bubblespec.draft.suffix import (
     HISTORY,
     HISTORY_OWNER,
@@ -203,55 +203,6 @@ def check_proposals(source: DraftSource, found: Proposals, limits: np.ndarray) -
     require(bool(((ids >= 0) & (ids < size)).all()), f"tokens outside of the vocabulary of {size}")
 
 
-class History:
-    """Responses of earlier epochs by prompt uid, at most max_tokens in all; the oldest go first.
-
-    They serve suffix matches (RhymeRL, arXiv 2508.18588)."""
-
-    def __init__(self, max_tokens: int):
-        self.max_tokens = max_tokens
-        self.num_tokens = 0
-        self.entries: dict[int, deque[tuple[np.ndarray, float]]] = {}  # by uid, oldest first
-        self.order: deque[int] = deque()  # uid of every entry, oldest first
-
-    def add(self, uid: int, tokens: np.ndarray, reward: float) -> None:
-        """Store a copy of a response, int [L], unless it is empty or alone exceeds the bound."""
-        if not 0 < len(tokens) <= self.max_tokens:
-            return
-        self.entries.setdefault(uid, deque()).append((np.array(tokens, np.int32), float(reward)))
-        self.order.append(uid)
-        self.num_tokens += len(tokens)
-        while self.num_tokens > self.max_tokens:
-            oldest = self.order.popleft()
-            self.num_tokens -= len(self.entries[oldest].popleft()[0])
-            if not self.entries[oldest]:
-                del self.entries[oldest]
-
-    def get(self, uid: int) -> list[tuple[np.ndarray, float]]:
-        """Return (int32 tokens [L], reward) of a prompt's responses, oldest first."""
-        return list(self.entries.get(uid, ()))
-
-    def state_dict(self) -> dict[str, np.ndarray]:
-        """Return N responses, oldest first: uid, length and reward [N], and tokens int32 [T]."""
-        parts = {uid: iter(entries) for uid, entries in self.entries.items()}
-        entries = [next(parts[uid]) for uid in self.order]
-        return {
-            "uid": np.array(self.order, np.int64),
-            "length": np.array([len(tokens) for tokens, _ in entries], np.int64),
-            "reward": np.array([reward for _, reward in entries], np.float64),
-            "tokens": np.concatenate([np.empty(0, np.int32), *(tokens for tokens, _ in entries)]),
-        }
-
-    def load_state_dict(self, state: dict[str, np.ndarray]) -> None:
-        """Restore a saved state. Under a smaller bound its oldest responses are dropped."""
-        self.entries.clear()
-        self.order.clear()
-        self.num_tokens = 0
-        texts = np.split(state["tokens"], np.cumsum(state["length"])[:-1])
-        for uid, tokens, reward in zip(state["uid"].tolist(), texts, state["reward"], strict=False):
-            self.add(uid, tokens, reward)
-
-
 class TextMatches(DraftSource):
     """A row's own draft, made with the same noise, as long as the row follows it.
 
@@ -263,7 +214,7 @@ class TextMatches(DraftSource):
         *((name, n) for name in SOURCE_NAMES for n in range(len(MATCH_EDGES) + 1)),
     )
 
-    def __init__(self, history: History, searches: bool = True):
+    def __init__(self, history: TextStore, searches: bool = True):
         """Create the source; searches: whether it proposes anything but own drafts."""
         self.history, self.searches = history, searches
 
@@ -301,8 +252,8 @@ class TextMatches(DraftSource):
         members = texts.unindexed_rows(group)
         first = self.tracked.rows[members[0]]
         # By reward, then recency: later texts are trusted more.
-        earlier = sorted(self.history.get(first.id.uid), key=lambda pair: pair[1])
-        of_group = [*(tokens for tokens, _ in earlier), np.array(first.prompt, np.int32)]
+        earlier = sorted(self.history.of_prompt(first.id.uid), key=lambda text: text.reward)
+        of_group = [*(text.tokens for text in earlier), np.array(first.prompt, np.int32)]
         kinds = [HISTORY] * len(earlier) + [SELF]
         owners = [HISTORY_OWNER] * len(earlier) + [PROMPT_OWNER]
         texts.add_texts(of_group, group, owners, kinds)

@@ -15,7 +15,7 @@ import numpy as np
 
 from bubblespec.distributed.ranks import Ranks
 from bubblespec.draft.proposer import Proposer
-from bubblespec.draft.store import DraftStore, exchange
+from bubblespec.draft.store import TextStore, exchange
 from bubblespec.planner.costs import CostModel
 from bubblespec.planner.drafts import choose_lookahead, plan_drafts
 from bubblespec.planner.guard import DRAFTS
@@ -41,7 +41,7 @@ class DraftAhead:
     def __init__(
         self,
         plans: Iterable[Job],
-        store: DraftStore,
+        store: TextStore,
         proposer: Proposer,
         cost: CostModel,
         *,

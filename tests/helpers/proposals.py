@@ -4,7 +4,8 @@ agrees with a given truth."""
 import numpy as np
 
 from bubblespec.draft.proposer import Proposer, make_proposer
-from bubblespec.draft.sources import DraftSource, History, Proposals, TextMatches
+from bubblespec.draft.sources import DraftSource, Proposals, TextMatches
+from bubblespec.draft.store import TextStore
 from bubblespec.engine.arrays import packed, unpacked
 from bubblespec.planner.costs import CostModel
 from bubblespec.types import Draft, Row, SampleId
@@ -20,7 +21,7 @@ def cost(a: float = 1.0, b: float = 1e-6, c: float = 1e-6) -> CostModel:
 
 def make(method: str = "bubble+suffix", always=True, costs=None, history=None) -> Proposer:
     options = {"has_drafts": "bubble" in method, "always": always, "clock": Clock()}
-    parts = method.split("+"), history or History(1000), costs or cost()
+    parts = method.split("+"), history or TextStore(1000), costs or cost()
     proposer = make_proposer(*parts, **options)
     proposer.begin()
     return proposer
@@ -28,7 +29,7 @@ def make(method: str = "bubble+suffix", always=True, costs=None, history=None) -
 
 def drafts_and(source: DraftSource) -> Proposer:
     proposer = Proposer(
-        [TextMatches(History(0), False), source], cost(), always=True, clock=Clock()
+        [TextMatches(TextStore(0), False), source], cost(), always=True, clock=Clock()
     )
     proposer.begin()
     return proposer

@@ -11,8 +11,7 @@ import transformers
 
 from bubblespec.distributed.ranks import Ranks
 from bubblespec.draft.proposer import Proposer, make_proposer
-from bubblespec.draft.sources import History
-from bubblespec.draft.store import DraftStore
+from bubblespec.draft.store import TextStore
 from bubblespec.engine.batch import SamplingParams
 from bubblespec.engine.engine import Engine
 from bubblespec.engine.model_checks import prepare_model
@@ -165,10 +164,10 @@ class World:
     def __init__(self, model, num_slots: int, board, method="bubble+suffix"):
         self.board, clock = board, board.ranks.clock
         self.proposer = make_proposer(
-            method.split("+"), History(10**6), fixed_cost(), has_drafts=True, clock=clock
+            method.split("+"), TextStore(10**6), fixed_cost(), has_drafts=True, clock=clock
         )
         runner = ModelRunner(model, num_slots, MAX_LENGTH, SEED, max_num_batched_tokens=256)
-        self.engine, self.store = Engine(runner), DraftStore(10**6)
+        self.engine, self.store = Engine(runner), TextStore(10**6)
 
     def plans(self, coming, prompts=PROMPTS, num_generations: int = 2) -> list[Job]:
         """All that is left to draft of some coming steps, in order."""
