@@ -7,7 +7,7 @@ from bubblespec.draft import proposer as module
 from bubblespec.draft.proposer import Proposer
 from bubblespec.draft.sources import TextMatches, TrackedRows
 from bubblespec.draft.store import TextStore
-from bubblespec.draft.suffix import LIVE, MAX_MATCH, SuffixIndex
+from bubblespec.draft.suffix import SuffixIndex
 from bubblespec.engine.arrays import packed
 from bubblespec.planner.costs import CostModel
 from bubblespec.planner.windows import WINDOWS
@@ -25,6 +25,7 @@ from tests.helpers.proposals import (
     with_guess,
 )
 from tests.helpers.rollouts import tried_ages
+from tests.helpers.suffix import texts_of
 
 
 def estimate(proposer: Proposer, kind: tuple) -> float:
@@ -156,13 +157,8 @@ def test_continued_row_is_indexed_once_and_in_order(monkeypatch):
     for _ in range(2):
         forward(proposer, [own, continued, late], [*truths, range(60, 90)], room=2)
     assert proposer.acceptance.row_forwards == 9 and indexed == [0, 1, 2]
-    texts = proposer.tracked.texts
-    live = texts.rows[:3, LIVE]
-    begin, end = (texts.begin[live] + MAX_MATCH).tolist(), texts.end[live].tolist()
-    assert [texts.text[i:j].tolist() for i, j in zip(begin, end, strict=True)] == [
-        each.tokens.tolist() for each in (own, continued, late)
-    ]
-    assert len(continued.tokens) > 5
+    wanted = [each.tokens.tolist() for each in (own, continued, late)]
+    assert texts_of(proposer.tracked.texts, [0, 1, 2]) == wanted and len(wanted[1]) > 5
 
 
 def test_row_is_aligned_while_the_draft_begins_with_tokens():
@@ -187,7 +183,7 @@ def test_row_is_aligned_while_the_draft_begins_with_tokens():
         tracked.texts.extend(some, *packed(gained))
         wanted = [bool(d) and d[: len(t)] == t for d, t in zip(drafts, texts, strict=True)]
         assert tracked.texts.is_aligned[:40].tolist() == wanted
-        assert tracked.texts.lengths(np.arange(40)).tolist() == [len(t) for t in texts]
+        assert texts_of(tracked.texts, np.arange(40)) == texts
         aligned.add(sum(wanted))
     assert max(aligned) > 15 > min(aligned)
 

@@ -15,7 +15,7 @@ import numpy as np
 from bubblespec.draft.sources import (
     MAX_AGE,
     DraftSource,
-    Found,
+    Proposals,
     TextMatches,
     TrackedRows,
     check_proposals,
@@ -129,26 +129,30 @@ class Proposer:
         budget: int,
         ahead: np.ndarray | int = 0,
     ) -> tuple[np.ndarray, np.ndarray]:
-        """See the engine's `Proposer`.
+        """See the engine's `Proposer`; all rows are tracked.
 
-        The windows of all rows are planned together; rows that are not tracked get none. Windows
-        are of what follows the tokens that may be gained in flight."""
-        found = self.find(rows, room, budget, ahead)
+        The windows of all rows are planned together. They are of what follows the tokens that may
+        be gained in flight."""
+        numbers = numbers_of(rows)
+        found = self.find(numbers, room, budget, ahead)
         if found is None:
             return np.empty(0, np.int64), np.zeros(len(rows), np.int64)
         started, windows = self.clock.perf_counter(), found.count
         if not self.always:
-            prompts = self.tracked.prompt_length[numbers_of(rows)]
-            positions = int(lengths.sum() + prompts.sum())
-            windows = choose_windows(found.chance, windows, self.cost, positions, budget=budget)
-        proposed = self.tokens_of(found, windows, ahead)
+            positions = int(lengths.sum() + self.tracked.prompt_length[numbers].sum())
+            chance = self.survival.estimates[found.kind]
+            windows = choose_windows(chance, windows, self.cost, positions, budget=budget)
+        proposed = fill(found, windows, ahead)
         self._spent_s += self.clock.perf_counter() - started
         return proposed
 
     def find(
-        self, rows: list[Row], room: np.ndarray, budget: int, ahead: np.ndarray | int = 0
-    ) -> Found | None:
-        """Return the proposals for these rows, see `propose`; None where no source is asked."""
+        self, numbers: np.ndarray, room: np.ndarray, budget: int, ahead: np.ndarray | int = 0
+    ) -> Proposals | None:
+        """Return the proposals for rows, see `propose`; None where no source is asked.
+
+        Each begins with the tokens in flight, which its count leaves out; kinds are those of
+        `survival`."""
         must_wait = bool(np.any(ahead))
         asked_sources = [
             (source, kinds)
@@ -158,13 +162,12 @@ class Proposer:
         if not asked_sources:
             return None
         started = self.clock.perf_counter()
-        self._num_queried += len(rows)
-        numbers = numbers_of(rows)
+        self._num_queried += len(numbers)
         limits = np.minimum(room, ALWAYS_WINDOW if self.always else min(int(WINDOWS[-1]), budget))
         asked = (limits > 0).nonzero()[0]
         limits = limits + ahead
         texts: list[np.ndarray] = []
-        text, begin, count, kind = np.zeros((4, len(rows)), np.int64)
+        text, begin, count, kind = np.zeros((4, len(numbers)), np.int64)
         chances = self.survival.estimates
         for source, kinds in asked_sources:
             is_open = count[asked] == 0
@@ -183,25 +186,16 @@ class Proposer:
             text[some], kind[some] = len(texts), kinds[found.kind[given]]
             self.survival.counts[OFFERED, 1, kind[some]] += 1
             texts.append(found.tokens)
-        self.tracked.propose(numbers[asked], kind[asked], np.broadcast_to(ahead, len(rows))[asked])
+        tokens = texts[0] if texts else np.empty(0, np.int64)
+        if len(texts) > 1:
+            rows = [text == number for number in range(len(texts))]
+            parts = zip(texts, rows, strict=True)
+            tokens = np.concatenate([known[spans(begin[of], count[of])] for known, of in parts])
+            order = text.argsort(kind="stable")
+            begin[order] = count[order].cumsum() - count[order]
+        self.tracked.propose(numbers[asked], kind[asked], (ahead + 0 * numbers)[asked])
         self._spent_s += self.clock.perf_counter() - started
-        return Found(texts, text, begin, np.maximum(count - ahead, 0), chances[kind])
-
-    def tokens_of(
-        self, found: Found, windows: np.ndarray, ahead: np.ndarray | int
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """Return the drafts that fill windows, int64 [R], as `propose` does.
-
-        Each begins with the tokens in flight."""
-        count = np.where(windows > 0, windows + ahead, 0)
-        place = spans(found.begin, count)
-        if len(found.texts) == 1:
-            return found.texts[0][place].astype(np.int64), count
-        tokens, text = np.empty(len(place), np.int64), found.text.repeat(count)
-        for number, known in enumerate(found.texts):
-            here = (text == number).nonzero()[0]
-            tokens[here] = known[place[here]]
-        return tokens, count
+        return Proposals(tokens, begin, np.maximum(count - ahead, 0), kind)
 
     def observe(
         self,
@@ -240,6 +234,14 @@ class Proposer:
         self.tracked.texts.extend(numbers, tokens, counts)
         for source in self.enabled_sources:
             source.observe(numbers, tokens, counts)
+
+
+def fill(
+    found: Proposals, windows: np.ndarray, ahead: np.ndarray | int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return the tokens that fill windows, int64 [R], behind those in flight, as `propose` does."""
+    count = np.where(windows > 0, windows + ahead, 0)
+    return found.tokens[spans(found.begin, count)].astype(np.int64), count
 
 
 def numbers_of(rows: list[Row]) -> np.ndarray:

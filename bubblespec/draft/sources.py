@@ -54,7 +54,8 @@ class TrackedRows:
         self.rows: dict[int, Row] = {}
         self.texts = SuffixIndex()
         """The rows' tokens so far, and their drafts."""
-        self._groups: dict[tuple[int, int], int] = {}  # numbers in `texts` by (uid, visit)
+        self.groups: dict[tuple[int, int], int] = {}
+        """Numbers of groups in `texts` by (uid, visit)."""
         self._set_columns(np.zeros((16, 5), np.int64))
 
     def _set_columns(self, columns: np.ndarray) -> None:
@@ -69,7 +70,7 @@ class TrackedRows:
             self._set_columns(doubled(self._columns))
         self._columns[number] = len(row.prompt), age, 0, 0, is_counted
         self.rows[number] = row
-        group = self._groups.setdefault(row.id[:2], len(self._groups))
+        group = self.groups.setdefault(row.id[:2], len(self.groups))
         drafts = [] if draft is None else [draft.tokens]
         self.texts.add_row(number, group, row.id.sample, row.max_new_tokens, *drafts)
         if len(row.tokens):
@@ -95,17 +96,6 @@ class Proposals(NamedTuple):
     count: np.ndarray  # type: ignore[assignment]  # tuple.count is not used
     """int64 [R], tokens of each row's proposal; 0 for none."""
     kind: np.ndarray  # int64 [R], numbers in the source's `kinds`
-
-
-class Found(NamedTuple):
-    """Proposals of several sources for R rows, of which no window has been chosen yet."""
-
-    texts: list[np.ndarray]  # tokens of the sources that have proposed something
-    text: np.ndarray  # int64 [R], which of the texts has a row's proposal
-    begin: np.ndarray  # int64 [R], where it begins there
-    count: np.ndarray  # type: ignore[assignment]  # tuple.count is not used
-    """int64 [R], its tokens behind those in flight; 0 for no proposal."""
-    chance: np.ndarray  # float64 [R], that its next token is accepted
 
 
 class DraftSource:
@@ -225,7 +215,7 @@ class TextMatches(DraftSource):
 
     def track(self, number: int) -> None:
         """Match against the row's draft and tokens from now on."""
-        if self.tracked.texts.group_of(number) in self._indexed:
+        if self.tracked.groups[self.tracked.rows[number].id[:2]] in self._indexed:
             self.tracked.texts.start_indexing(number)
 
     def propose(self, numbers: np.ndarray, limits: np.ndarray) -> Proposals:

@@ -191,15 +191,6 @@ class SuffixIndex:
         self.indexed[row] = self.begin[live] + MAX_MATCH
         self._num_waiting += self.end[live] - self.indexed[row]
 
-    def lengths(self, rows: np.ndarray) -> np.ndarray:
-        """Return the numbers of tokens that rows have so far, int64 [R]."""
-        live = self.rows[rows, LIVE]
-        return self.end[live] - self.begin[live] - MAX_MATCH
-
-    def group_of(self, row: int) -> int:
-        """Return the group of a row."""
-        return int(self.group[self.rows[row, LIVE]])
-
     def unindexed(self, rows: np.ndarray) -> set[int]:
         """Return the groups of those of the rows, int64 [R], that are not indexed yet."""
         lacking = rows[self.indexed[rows] == NOT_YET]

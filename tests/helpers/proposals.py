@@ -11,6 +11,7 @@ from bubblespec.planner.costs import CostModel
 from bubblespec.types import Draft, Row, SampleId
 from tests.helpers.clocks import Clock
 from tests.helpers.planning import cost_of
+from tests.helpers.suffix import texts_of
 
 STEP = 5
 
@@ -94,10 +95,10 @@ class Guesses(DraftSource):
 
     def propose(self, numbers, limits) -> Proposals:
         names = [self.tracked.rows[number].id for number in numbers]
-        lengths = [len(self.gained[name]) for name in names]
+        known = [self.gained[name] for name in names]
         self.asked.append(names)
-        assert (limits > 0).all() and lengths == self.tracked.texts.lengths(numbers).tolist()
-        places = zip(names, lengths, limits, strict=True)
+        assert (limits > 0).all() and known == texts_of(self.tracked.texts, numbers)
+        places = zip(names, map(len, known), limits, strict=True)
         rest = [self.guesses.get(name, [])[n : n + limit] for name, n, limit in places]
         tokens, counts = packed([np.array(tokens, np.int64) for tokens in rest])
         return Proposals(tokens, counts.cumsum() - counts, counts, np.zeros_like(counts))

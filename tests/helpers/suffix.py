@@ -5,6 +5,8 @@ import numpy as np
 from bubblespec.draft.suffix import (
     HISTORY,
     HISTORY_OWNER,
+    LIVE,
+    MAX_MATCH,
     NOTHING,
     PROMPT_OWNER,
     SELF,
@@ -12,6 +14,13 @@ from bubblespec.draft.suffix import (
 )
 
 CAPACITY = 1000  # tokens of a row
+
+
+def texts_of(index: SuffixIndex, rows) -> list[list[int]]:
+    """Tokens of rows so far."""
+    live = index.rows[rows, LIVE]
+    ends = zip((index.begin[live] + MAX_MATCH).tolist(), index.end[live].tolist(), strict=True)
+    return [index.text[begin:end].tolist() for begin, end in ends]
 
 
 class GroupIndex:

@@ -11,7 +11,7 @@ Shape legend: R rows of all ranks, n positions of one rank's rows, P ranks.
 """
 
 import contextlib
-from collections.abc import Callable, Container
+from collections.abc import Callable, Collection, Container
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import cast
@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from bubblespec.distributed.ranks import Ranks
-from bubblespec.draft.proposer import Proposer
+from bubblespec.draft.proposer import Proposer, fill, numbers_of
 from bubblespec.engine.arrays import ragged, to_device
 from bubblespec.engine.batch import SamplingParams
 from bubblespec.engine.engine import Engine
@@ -180,7 +180,7 @@ class OwnersPropose:
     Windows are of all ranks' rows together, as one forward verifies them."""
 
     def __init__(
-        self, proposer: Proposer, own_rows: Container[int], gather: Callable, engine: Engine, cost
+        self, proposer: Proposer, own_rows: Collection[int], gather: Callable, engine: Engine, cost
     ):
         """own_rows: numbers; gather: `Ranks.gather`, between two forwards; engine: has the rows.
 
@@ -191,15 +191,16 @@ class OwnersPropose:
 
     def propose(self, rows: list[Row], lengths, room, budget, ahead):
         """See `Proposer`; drafts are exchanged in one size on all ranks."""
-        own, found = self._own(rows), None
+        numbers, found = numbers_of(rows), None
+        own = self._own(numbers)
         drafts = np.full((len(rows), 1 + MAX_DRAFT_TOKENS), -1)  # behind the chance of the first
         room = np.minimum(room, MAX_DRAFT_TOKENS - ahead)
         if len(own):
-            found = self.proposer.find([rows[i] for i in own], room[own], budget, ahead[own])
+            found = self.proposer.find(numbers[own], room[own], budget, ahead[own])
         if found is not None:
-            tokens, counts = self.proposer.tokens_of(found, found.count, ahead[own])
+            tokens, counts = fill(found, found.count, ahead[own])
             row, offset = ragged(counts)
-            drafts[own, 0] = CHANCES * found.chance
+            drafts[own, 0] = CHANCES * self.proposer.survival.estimates[found.kind]
             fits = offset < (room + ahead)[own[row]]
             drafts[own[row[fits]], 1 + offset[fits]] = tokens[fits]
         chances, drafts = np.split(self.gather(drafts).max(axis=0), [1], axis=1)
@@ -215,14 +216,14 @@ class OwnersPropose:
 
     def observe(self, rows: list[Row], tokens, num_gained, num_draft, num_accepted) -> None:
         """See `Proposer`; own rows only."""
-        own = self._own(rows)
+        own = self._own(numbers_of(rows))
         if len(own):
             tokens = tokens[np.isin(ragged(num_gained)[0], own)]
             counts = (of[own] for of in (num_gained, num_draft, num_accepted))
             self.proposer.observe([rows[i] for i in own], tokens, *counts)
 
-    def _own(self, rows: list[Row]) -> np.ndarray:
-        return np.array([i for i, row in enumerate(rows) if row.number in self.own_rows], np.int64)
+    def _own(self, numbers: np.ndarray) -> np.ndarray:
+        return np.isin(numbers, list(self.own_rows)).nonzero()[0]
 
 
 def add_needs(needs: Needs, run: Run) -> Needs:
