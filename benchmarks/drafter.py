@@ -68,7 +68,10 @@ def drafter_of(trainer: Trainer) -> DrafterMechanism:
 def held_out_rows(trainer: Trainer) -> list[Row]:
     """Make a row for each held-out prompt."""
     limit = trainer.config.rollout.max_completion_length
-    return [Row(Group(p, EVALUATION).sample(0), p.token_ids, limit) for p in trainer.eval_prompts]
+    return [
+        Row(Group(p, EVALUATION).sample(0), p.token_ids, limit, number=number)
+        for number, p in enumerate(trainer.eval_prompts)
+    ]
 
 
 def generate(engine: Engine, rows: list[Row], trainer: Trainer, proposer: Proposer | None) -> float:

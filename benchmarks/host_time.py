@@ -26,7 +26,7 @@ import torch
 
 from benchmarks.shared import write_json
 from bubblespec.draft.proposer import Proposer, make_proposer
-from bubblespec.draft.sources import History
+from bubblespec.draft.store import TextStore
 from bubblespec.engine.arrays import ragged
 from bubblespec.engine.batch import (
     Batch,
@@ -114,7 +114,7 @@ def make_rows(num_rows: int, rng: np.random.Generator) -> tuple[list[Row], np.nd
     for number, text in enumerate(texts):
         prompt = tuple(np.random.default_rng(number // GROUP).integers(2, VOCABULARY, PROMPT))
         name = SampleId(number // GROUP, 0, number % GROUP)
-        rows.append(Row(name, prompt, MAX_LENGTH - PROMPT))
+        rows.append(Row(name, prompt, MAX_LENGTH - PROMPT, number=number))
         draft = text[:DRAFT].copy()
         wrong = rng.random(DRAFT) < WRONG
         draft[wrong] = rng.integers(2, VOCABULARY, int(wrong.sum()))
@@ -127,7 +127,7 @@ def start(rows: list[Row], drafts: list[Draft | None]) -> tuple[Proposer, float]
     parameters = np.zeros_like(CostModel().parameters)
     parameters[:3] = COST_S
     cost = CostModel.from_parameters(parameters)
-    proposer = make_proposer(["bubble", "suffix"], History(1), cost, has_drafts=True)
+    proposer = make_proposer(["bubble", "suffix"], TextStore(1), cost, has_drafts=True)
     begin_s = time.perf_counter()
     proposer.begin()
     for row, draft in zip(rows, drafts, strict=True):

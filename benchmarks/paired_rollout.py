@@ -23,7 +23,7 @@ import torch
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 from benchmarks import shared
-from bubblespec.draft.store import DraftStore
+from bubblespec.draft.store import TextStore
 from bubblespec.engine.engine import Engine
 from bubblespec.engine.sampling import EVALUATION
 from bubblespec.errors import InputError
@@ -90,7 +90,7 @@ def warm(trainer: Trainer) -> None:
     groups = [Group(prompt, EVALUATION) for prompt in prompts]
     for _ in range(2):
         evaluator.generate(groups, rollout.num_generations, trainer.sampler.params, 0)
-    evaluator.store = DraftStore(evaluator.store.max_tokens)
+    evaluator.store = TextStore(evaluator.store.max_tokens)
 
 
 def paired_steps(trainer: Trainer, useless_drafts: bool = False) -> Iterator[dict]:

@@ -72,6 +72,8 @@ class Row:
     """"stop", "length", or None while unfinished."""
     draft: "Draft | None" = None
     """Draft of the row, by which its proposals begin."""
+    number: int = -1
+    """Number within its rollout: index in the launch, or behind it for a row of a coming step."""
     has_turns: bool = False
     """Whether a stop token ends a turn, after which an environment may add tokens."""
 
@@ -84,8 +86,10 @@ class Draft:
     """int32."""
     is_finished: bool
     """Whether the draft is a complete response."""
-    version: int
+    version: int = 0
     """Updates of the weights that last extended the draft."""
+    reward: float = 0.0
+    """Of a response of an earlier epoch."""
 
 
 class Launch(NamedTuple):

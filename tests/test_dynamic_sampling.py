@@ -10,8 +10,7 @@ import pytest
 
 from bubblespec.config import Config, ModelConfig, RolloutConfig
 from bubblespec.data.schedule import PromptSet, StepSchedule
-from bubblespec.draft.sources import History
-from bubblespec.draft.store import DraftStore
+from bubblespec.draft.store import TextStore
 from bubblespec.planner.chooser import DRAFTS, Chooser
 from bubblespec.planner.stats import RunStats
 from bubblespec.records import Samples, Span, StepRecord
@@ -47,7 +46,7 @@ def sample_with(
         return record_of(samples, rewards, drafts=dict.fromkeys(samples.ids[::3]), **fields)
 
     monkeypatch.setattr(Sampler, "_sample_groups", generate)
-    parts = {"stats": RunStats(), "store": DraftStore(0), "history": History(0)}
+    parts = {"stats": RunStats(), "store": TextStore(0), "history": TextStore(0)}
     parts |= {"schedule": schedule, "config": Config(model=ModelConfig(path=""), rollout=rollout)}
     record = Sampler(**dict.fromkeys(Sampler.__dataclass_fields__) | parts).sample(step)
     had_their_turn = schedule.state_dict()["uids"].tolist()

@@ -139,22 +139,6 @@ def test_drafts_beyond_budget_or_limits_are_cut(model, num_slots, max_num_batche
     assert any(budget < room for budget, room in offered) == (max_num_batched_tokens < 64)
 
 
-def test_resting_proposer_is_not_asked(model):
-    engine, of_rows = make_engine(model, 2), []
-
-    class Resting(Drafter):
-        def rests(self, num_rows: int) -> bool:
-            of_rows.append(num_rows)
-            return len(of_rows) % 2 == 1
-
-        def propose(self, rows, lengths, room, budget, ahead):
-            assert len(of_rows) % 2 == 0 and of_rows[-1] == len(rows)
-            return np.empty(0, np.int64), 0 * lengths
-
-    (row,) = engine.run(make_rows([(1, 2, 3)], 1, 6), PLAIN, Resting({}, 0.0))
-    assert of_rows == [1] * 5 and len(row.tokens) == 6, "the first forward feeds the prompt"
-
-
 def test_limit_on_prefills_slows_prompts_only(model):
     """Even a limit of 0 lets prompts make progress."""
     engine = make_engine(model, 2)

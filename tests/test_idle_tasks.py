@@ -9,8 +9,7 @@ import pytest
 
 from bubblespec.config import Config, LossConfig, ModelConfig
 from bubblespec.draft.proposer import make_proposer
-from bubblespec.draft.sources import History
-from bubblespec.draft.store import DraftStore
+from bubblespec.draft.store import TextStore
 from bubblespec.engine.engine import Engine
 from bubblespec.mechanisms.drafter.training import LITTLE_S, MAX_SHARE, TrainDrafter
 from bubblespec.mechanisms.stream_gradients import StreamGradients
@@ -23,7 +22,7 @@ from bubblespec.tools.simulate.world import SimulatedRanks, World
 from bubblespec.types import Draft, Launch, Load, Row, SampleId
 from tests.helpers.clocks import Clock
 from tests.helpers.rollouts import ALONE, PARAMS, fixed_cost, groups_of, rows_of
-from tests.helpers.rows import loop_of
+from tests.helpers.rows import loop_of, numbered
 
 # Who does what
 
@@ -97,7 +96,7 @@ def view_of(own: list[Row] = (), num_slots: int = 8, is_prefilled: bool = True) 
         prefill(engine)
     for name in (DraftAhead.name, StreamGradients.name, TrainDrafter.name):
         record.idle[name] = IdleUse()
-    return RankView(0, engine, {row: index for index, row in enumerate(own)}, record)
+    return RankView(0, engine, numbered(list(own)), record, len(own))
 
 
 def rows_in(task: DraftAhead) -> list[Row]:
@@ -108,8 +107,9 @@ def drafting(view: RankView, num_plans: int = 20, store=None, cost=None, **optio
     names = [SampleId(5, 1, n) for n in range(num_plans)]
     plans = [Job(name, 1.0, 0.5, name.sample < 10, prompt=(1, 2)) for name in names]
     cost, options = cost or fixed_cost(), {"version": 3, "max_new_tokens": 30, **options}
-    proposer = make_proposer(["bubble"], History(0), cost, has_drafts=True)
-    task = DraftAhead(plans, store or DraftStore(1000), proposer, cost, **options)
+    proposer = make_proposer(["bubble"], TextStore(0), cost, has_drafts=True)
+    proposer.begin()
+    task = DraftAhead(plans, store or TextStore(1000), proposer, cost, **options)
     task.begin(view)
     return task
 
@@ -176,7 +176,7 @@ def test_prompts_of_drafts_are_fed_in_small_pieces():
 
 
 def test_only_grown_drafts_are_kept():
-    store = DraftStore(1000)
+    store = TextStore(1000)
     for number in (0, 1, 3):
         store.put(SampleId(5, 1, number), Draft(np.arange(4, dtype=np.int32), False, 1))
     task = drafting(view_of(), store=store)

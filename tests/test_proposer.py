@@ -4,19 +4,28 @@ import numpy as np
 import pytest
 
 from bubblespec.draft import proposer as module
-from bubblespec.draft import sources
 from bubblespec.draft.proposer import Proposer
-from bubblespec.draft.sources import History, TrackedRows
+from bubblespec.draft.sources import TextMatches, TrackedRows
+from bubblespec.draft.store import TextStore
 from bubblespec.draft.suffix import SuffixIndex
 from bubblespec.engine.arrays import packed
+from bubblespec.planner.costs import CostModel
 from bubblespec.planner.windows import WINDOWS
-from bubblespec.types import Row
-from tests.helpers.proposals import STEP, Guesses, draft, drafts_and, forward, make, row, with_guess
+from bubblespec.types import Draft, SampleId
+from tests.helpers.clocks import Clock
+from tests.helpers.proposals import (
+    STEP,
+    Guesses,
+    cost,
+    draft,
+    drafts_and,
+    forward,
+    make,
+    row,
+    with_guess,
+)
 from tests.helpers.rollouts import tried_ages
-
-
-def nothing(proposer: Proposer, one: Row, length: int) -> bool:
-    return not len(proposer.propose([one], np.array([length]), np.array([99]), 99)[0])
+from tests.helpers.suffix import texts_of
 
 
 def estimate(proposer: Proposer, kind: tuple) -> float:
@@ -83,20 +92,9 @@ def test_draft_is_followed_up_to_a_mismatch(tokens, truth, wanted):
     assert [forward(proposer, [own], [truth])[0] for _ in range(2)] == wanted
 
 
-@pytest.mark.parametrize("asked_before", [True, False])
-def test_row_tracked_again_has_no_match_in_own_tokens(asked_before):
-    """As where a draft was interrupted, or a row comes back from another rank."""
-    proposer, own = make("suffix"), row(tokens=range(10, 40))
-    proposer.track(own, STEP)
-    if asked_before:
-        assert nothing(proposer, own, 30)
-    proposer.track(own, STEP)
-    assert nothing(proposer, own, 30)
-
-
 def test_suffix_alone_finds_other_samples_and_epochs():
-    history = History(1000)
-    history.add(70, np.arange(50, 70), 1.0)
+    history = TextStore(1000)
+    history.put(SampleId(70, 1, 0), Draft(np.arange(50, 70, dtype=np.int32), True))
     proposer = make("suffix", history=history)
     own, other = row(0), row(1, uid=71)
     for r in (own, other):
@@ -111,7 +109,7 @@ def test_suffix_alone_finds_other_samples_and_epochs():
 
 def test_rollout_counts_equal_hand_counts():
     proposer = make("bubble")
-    old, bare, ahead = row(0), row(1), row(0, visit=STEP + 1)
+    old, bare, ahead = row(0), row(1), row(0, visit=STEP + 1, number=2)
     old.draft = draft(range(10, 18), version=2)
     proposer.track(old, STEP)
     proposer.track(bare, STEP)
@@ -136,41 +134,21 @@ def test_rollout_counts_equal_hand_counts():
     assert estimate(proposer, ("aligned", 3)) == pytest.approx((3 + prior) / (4 + 8), abs=0.02)
     proposer.begin()
     assert proposer.acceptance.row_forwards == 0 and not tried_ages(proposer)
-    assert forward(proposer, [ahead], [range(10, 40)]) == [[]], "rows are forgotten"
 
 
 def test_continued_row_is_indexed_once_and_in_order(monkeypatch):
     """Its first tokens, and the ones gained before and after a query; a late sibling's draft."""
-    texts, drafts, names, indexed = {}, [], [], []
-
-    class Recorder(SuffixIndex):
-        def add_row(self, group, sample, max_tokens):
-            names.append(sample)
-            return super().add_row(group, sample, max_tokens)
-
-        def extend(self, rows, tokens, counts):
-            for number, gained in zip(rows, np.split(tokens, np.cumsum(counts)[:-1]), strict=True):
-                texts.setdefault(names[number], []).extend(gained.tolist())
-            super().extend(rows, tokens, counts)
-
-        def start_indexing(self, row):
-            indexed.append(names[row])
-            super().start_indexing(row)
-
-        def add_draft(self, row, tokens):
-            drafts.append(names[row])
-            super().add_draft(row, tokens)
-
-    monkeypatch.setattr(sources, "SuffixIndex", Recorder)
+    indexed, start = [], SuffixIndex.start_indexing
+    noted = lambda self, row: indexed.append(row) or start(self, row)  # noqa: E731
+    monkeypatch.setattr(SuffixIndex, "start_indexing", noted)
     proposer = make("bubble+suffix")
     own, continued = row(0), row(1, tokens=[8, 9, 10])
     own.draft = draft(range(10, 14))
     proposer.track(own, STEP)
     proposer.track(continued, STEP)
-    nothing_fed = np.zeros((2, 2), np.int64)  # next to a row that is not tracked
-    proposer.observe([row(9), continued], np.array([77, 11]), np.array([1, 1]), *nothing_fed)
+    proposer.observe([continued], np.array([11]), np.array([1]), *np.zeros((2, 1), np.int64))
     continued.tokens = np.array([8, 9, 10, 11])
-    assert not drafts and not indexed, "a group is indexed when it is first needed"
+    assert not indexed, "a group is indexed when it is first needed"
     truths = [range(10, 30), range(8, 30)]
     assert forward(proposer, [own, continued], truths, room=2) == [[10, 11], [12, 13]]
     late = row(2)
@@ -178,9 +156,9 @@ def test_continued_row_is_indexed_once_and_in_order(monkeypatch):
     proposer.track(late, STEP)
     for _ in range(2):
         forward(proposer, [own, continued, late], [*truths, range(60, 90)], room=2)
-    assert proposer.acceptance.row_forwards == 9
-    assert texts == {r.id.sample: r.tokens.tolist() for r in (own, continued, late)}
-    assert len(texts[1]) > 5 and drafts == [0, 2] and indexed == [0, 1, 2]
+    assert proposer.acceptance.row_forwards == 9 and indexed == [0, 1, 2]
+    wanted = [each.tokens.tolist() for each in (own, continued, late)]
+    assert texts_of(proposer.tracked.texts, [0, 1, 2]) == wanted and len(wanted[1]) > 5
 
 
 def test_row_is_aligned_while_the_draft_begins_with_tokens():
@@ -191,7 +169,9 @@ def test_row_is_aligned_while_the_draft_begins_with_tokens():
         texts.append((drafts[-1] + [1] * 9)[: rng.integers(0, 9)])
         of_sample = draft(drafts[-1]) if rng.random() < 0.8 else None
         drafts[-1] = [] if of_sample is None else drafts[-1]
-        assert tracked.add(row(number, tokens=texts[-1]), of_sample, 0, True) == number
+        one = row(number, tokens=texts[-1])
+        one.draft = of_sample
+        tracked.add(one, 0, True)
     aligned = set()
     for _ in range(12):
         some, counts = rng.permutation(40)[:25], rng.integers(1, 9, 25)
@@ -200,13 +180,12 @@ def test_row_is_aligned_while_the_draft_begins_with_tokens():
         for number, tokens in zip(some, gained, strict=True):
             tokens[-1] += rng.random() < 0.1
             texts[number] += tokens.tolist()
-        tracked.extend(some, *packed(gained))
+        tracked.texts.extend(some, *packed(gained))
         wanted = [bool(d) and d[: len(t)] == t for d, t in zip(drafts, texts, strict=True)]
-        assert tracked.is_aligned[:40].tolist() == wanted
-        assert tracked.num_gained[:40].tolist() == [len(t) for t in texts]
+        assert tracked.texts.is_aligned[:40].tolist() == wanted
+        assert texts_of(tracked.texts, np.arange(40)) == texts
         aligned.add(sum(wanted))
     assert max(aligned) > 15 > min(aligned)
-    assert [tracked.draft(number).tolist() for number in range(40)] == drafts
 
 
 def test_source_is_queried_for_unserved_rows_alone():
@@ -252,3 +231,59 @@ def test_disabled_source_gets_no_query_and_no_tokens():
     assert guesses.asked == [] and guesses.gained == {one.id: []}
     guesses.is_enabled, guesses.gained = True, {one.id: one.tokens.tolist()}
     assert forward(proposer, [one], [[1, 2, 9, 7, 7, 7]]) == [[7, 7, 7]]
+
+
+@pytest.mark.parametrize(
+    "always, costs, budget, wanted",
+    [
+        (False, cost(), 4000, 128),
+        (False, cost(), 9, 8),
+        (False, cost(1e-6, 0.0, 1.0), 4000, 0),
+        (True, cost(1e-6, 1.0, 1.0), 5, module.ALWAYS_WINDOW),
+    ],
+)
+def test_windows_follow_costs_and_budget_unless_fixed(always, costs, budget, wanted):
+    proposer, own = make(always=always, costs=costs), row()
+    own.draft = draft(range(1000))
+    proposer.track(own, STEP)
+    for _ in range(2 if always else 1):
+        begin = len(own.tokens)
+        proposed = forward(proposer, [own], [range(1000)], room=400, budget=budget)
+        assert proposed == [list(range(begin, begin + wanted))]
+
+
+def test_given_up_source_is_tried_again():
+    """Guesses are wrong for many rows in the first rollout, and right from the second on."""
+    rows, guesses = [row(number) for number in range(100)], Guesses({})
+    proposer = Proposer([guesses], cost(), clock=Clock())
+    accepted = []
+    for rollout in range(9):
+        proposer.begin()
+        for each in rows:
+            each.tokens = each.tokens[:0]
+            proposer.track(each, STEP)
+            guesses.guesses[each.id] = list(range(50, 550)) if rollout else [7] * 500
+        for _ in range(8):
+            forward(proposer, rows, [range(50, 600)] * len(rows))
+        drafted, right = proposer.acceptance.by_source.get("guess", (0, 0))
+        assert drafted or rollout, "it is tried before anything is known"
+        accepted.append(right)
+    assert accepted[:2] == [0, 0] and all(accepted[7:]), "given up, and tried again"
+    unused = Proposer([guesses], cost(), clock=Clock())
+    unused.survival.load_state_dict(proposer.survival.state_dict())
+    unused.begin()
+    assert unused.acceptance.by_source == {"guess": [0, 0]}, "in the metrics all the same"
+
+
+def test_sources_that_need_results_are_not_asked_while_tokens_are_in_flight():
+    class Waiting(TextMatches):
+        needs_results = True
+
+    proposer = Proposer([Waiting(TextStore(0))], CostModel(), always=True)
+    proposer.begin()
+    own, one = row(), np.array([1])
+    own.draft = draft(range(9))
+    proposer.track(own, STEP)
+    given = [own], 0 * one, 15 * one, 64
+    assert proposer.needs_results and proposer.propose(*given, ahead=0 * one)[1] == 6
+    assert proposer.propose(*given, ahead=one)[1] == 0

@@ -34,6 +34,7 @@ from bubblespec.types import Row, SampleId
 from tests.helpers.generation import make_runner
 from tests.helpers.graphs import needs_interpreter, stand_in
 from tests.helpers.models import VOCAB, random_model, small_config
+from tests.helpers.rows import numbered
 
 # A product that loses nothing: a copy with it computes what the policy does.
 EXACT = Product(
@@ -241,7 +242,7 @@ def generated(source, num_rows: int, limit: int = 40) -> tuple[list[Row], int]:
     rows = [Row(SampleId(n // 2, 0, n), tuple(range(1, 4 + n % 3)), limit) for n in range(num_rows)]
     engine.add(rows)
     proposer.begin()
-    for row in rows:
+    for row in numbered(rows).values():
         proposer.track(row, 0)
     while not engine.is_idle:
         engine.step(source.runner.params, proposer)

@@ -68,7 +68,7 @@ def test_drafts_of_trained_samples_are_dropped(monkeypatch, tmp_path):
             num_replacements += len(record.generated.groups) - prompts
             state = (array.tolist() for array in sampler.schedule.state_dict().values())
             visits = dict(zip(*state, strict=True))
-            stored = list(sampler.store._drafts)
+            stored = list(sampler.store._texts)
             assert stored or step >= steps - 2
             assert all(name.visit >= visits.get(name.uid, 0) for name in stored)
         trainer.lock.close()

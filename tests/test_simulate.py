@@ -188,7 +188,7 @@ def test_suffix_matches_gain_given_accept_length(accept_length):
         true = true_text(1000, uid)
         index, done = GroupIndex(), 0
         spec = Spec(run=1.0, accept_length=accept_length)
-        index.add_draft(0, spec.diverged((0, uid, 0), true, 9000, STOP, 0))
+        index.row(0, spec.diverged((0, uid, 0), true, 9000, STOP, 0))
         while done < len(true):
             proposed, *_ = index.propose(0, 128)
             gained = first_mismatch(proposed, true[done:]) + 1

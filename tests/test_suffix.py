@@ -5,7 +5,6 @@ import itertools
 import numpy as np
 import pytest
 
-from bubblespec.draft.sources import History
 from bubblespec.draft.suffix import (
     HISTORY,
     LIVE_LAG,
@@ -46,7 +45,7 @@ def random_events(
 def build(events, history=(), prompt=()) -> GroupIndex:
     index = GroupIndex(history, prompt=prompt)
     for kind, sample, tokens in events:
-        (index.add_draft if kind == "draft" else index.extend)(sample, tokens)
+        (index.row if kind == "draft" else index.extend)(sample, tokens)
     return index
 
 
@@ -215,20 +214,19 @@ def test_rows_together_equal_rows_one_by_one():
     rng = np.random.default_rng(6)
     together, alone = SuffixIndex(), [GroupIndex() for _ in range(3)]
     rows = [(group, sample) for group in range(3) for sample in range(2)]
-    numbers = np.array([together.add_row(group, sample, 400) for group, sample in rows])
-    for number, (group, sample) in zip(numbers.tolist(), rows, strict=True):
+    numbers = np.arange(len(rows))
+    for number, (group, sample) in enumerate(rows):
         tokens = rng.integers(4, size=50)
-        together.add_draft(number, tokens)
+        together.add_row(number, group, sample, 400, tokens)
         together.start_indexing(number)
-        alone[group].add_draft(sample, tokens)
+        alone[group].row(sample, tokens)
     lengths = []
     for _ in range(60):
-        proposed = together.propose(numbers, np.full(6, 8))
-        for at, (group, sample) in enumerate(rows):
-            begin, count = int(proposed.begin[at]), int(proposed.count[at])
+        proposed = np.transpose(together.propose(numbers, np.full(6, 8))).tolist()
+        for (begin, count, *found), (group, sample) in zip(proposed, rows, strict=True):
             tokens, length, source = alone[group].propose(sample, 8)
             assert together.text[begin : begin + count].tolist() == tokens.tolist()
-            assert (proposed.match[at], proposed.source[at]) == (length, source)
+            assert found == [length, source]
             lengths.append(length)
         # Of a group one row at a time, as rows of equal recency hide each other.
         for sample in (0, 1):
@@ -239,43 +237,3 @@ def test_rows_together_equal_rows_one_by_one():
             for group, tokens in enumerate(np.split(gained, np.cumsum(counts)[:-1])):
                 alone[group].extend(sample, tokens)
     assert {0, 2, 8} <= set(lengths)
-
-
-def test_history_returns_and_drops_oldest_first():
-    history = History(max_tokens=10)
-    history.add(1, ints(1, 1, 1, 1), 1.0)
-    history.add(2, ints(2, 2, 2), 0.5)
-    history.add(1, ints(3, 3, 3), 0.0)
-    assert [(tokens.tolist(), reward) for tokens, reward in history.get(1)] == [
-        ([1, 1, 1, 1], 1.0),
-        ([3, 3, 3], 0.0),
-    ]
-    history.add(3, ints(4), 0.0)
-    assert [tokens.tolist() for tokens, _ in history.get(1)] == [[3, 3, 3]]
-    history.add(4, np.zeros(11, np.int64), 0.0)  # would empty the store and still not fit
-    history.add(4, ints(), 0.0)
-    assert history.get(4) == [] and history.num_tokens == 7
-    history.add(5, np.zeros(10, np.int64), 0.0)
-    assert set(history.entries) == {5} and list(history.order) == [5]
-
-
-def test_history_state_round_trip():
-    rng = np.random.default_rng(7)
-    history = History(max_tokens=400)
-    for _ in range(60):
-        uid = int(rng.integers(4)) + (1 << 62)
-        history.add(uid, rng.integers(1000, size=rng.integers(1, 20)), float(rng.normal()))
-    state = history.state_dict()
-    same, smaller = History(max_tokens=400), History(max_tokens=150)
-    same.add(3, ints(1, 2, 3), 0.0)  # replaced by the state
-    same.load_state_dict(state)
-    smaller.load_state_dict(state)
-    assert 130 < smaller.num_tokens <= 150
-    assert list(smaller.order) == state["uid"][-len(smaller.order) :].tolist()
-    for store in (history, same):  # both go on alike
-        store.add(1, np.arange(50), 1.0)
-    for key, value in history.state_dict().items():
-        np.testing.assert_array_equal(same.state_dict()[key], value)
-        assert same.state_dict()[key].dtype == value.dtype
-    same.load_state_dict(History(max_tokens=9).state_dict())
-    assert same.state_dict()["tokens"].dtype == np.int32 and len(same.order) == same.num_tokens == 0

@@ -9,7 +9,8 @@ import pytest
 from bubblespec.config import Config
 from bubblespec.draft.chains import ChainSource
 from bubblespec.draft.proposer import PRIORS, Proposer, make_proposer
-from bubblespec.draft.sources import DraftSource, History
+from bubblespec.draft.sources import DraftSource
+from bubblespec.draft.store import TextStore
 from bubblespec.engine.engine import Engine
 from bubblespec.engine.model_checks import prepare_model
 from bubblespec.engine.runner import ModelRunner
@@ -86,7 +87,7 @@ def play(
         rows, finished, entered, num_chains = table.make_rows(LIMIT), [], [], []
         proposer = None
         if drafts is not None:
-            parts = ["bubble", "suffix"], History(1000), fixed_cost()
+            parts = ["bubble", "suffix"], TextStore(1000), fixed_cost()
             proposer = make_proposer(*parts, has_drafts=True, clock=ranks.clock)
             proposer.begin()
             for row in rows.values():
@@ -113,7 +114,7 @@ def play(
 
         def noted(loop):
             engine.collect()
-            entered.append({place: len(row.tokens) for row, place in loop.unfinished.items()})
+            entered.append({place: len(row.tokens) for place, row in loop.unfinished.items()})
             before = 0 if source is None else int(source.chain_lengths[1:].sum())
             run(loop)
             num_chains.append(0 if source is None else int(source.chain_lengths[1:].sum()) - before)
@@ -221,7 +222,7 @@ def test_all_ranks_leave_the_tail_on_a_stop_request(stop_at):
 
 
 def test_forwards_wait_for_results_where_any_source_needs_them():
-    """On all ranks alike, so whether a source pauses on this one does not matter; but not where it
+    """On all ranks alike, so whether a source is used on this one does not matter; but not where it
     proposes for another engine, as the copy does."""
     for needs_results, serves in ((False, True), (True, True), (True, False)):
         source = DraftSource()
@@ -229,7 +230,7 @@ def test_forwards_wait_for_results_where_any_source_needs_them():
         proposer = Proposer([source], CostModel())
         is_waiting = needs_results and serves
         assert OwnersPropose(proposer, (), None, None, None).needs_results == is_waiting
-        proposer._due[:] = [9]
+        source.is_enabled = False
         assert not proposer.needs_results
         assert OwnersPropose(proposer, (), None, None, None).needs_results == is_waiting
 
@@ -245,12 +246,13 @@ def test_windows_of_all_ranks_are_planned_together(is_measured):
     found, world = {}, World(2)
 
     def propose(rank: int) -> None:
-        proposer = make_proposer(("bubble",), History(1000), alone[rank], has_drafts=True)
+        proposer = make_proposer(("bubble",), TextStore(1000), alone[rank], has_drafts=True)
         proposer.begin()
         own = rows[4 * rank : 4 * rank + 4]
         for row in own:
             proposer.track(row, 4)
-        drafts = OwnersPropose(proposer, own, SimulatedRanks(world, rank).gather, None, cost)
+        gather, numbers = SimulatedRanks(world, rank).gather, {row.number for row in own}
+        drafts = OwnersPropose(proposer, numbers, gather, None, cost)
         found[rank] = drafts.propose(rows, np.ones(8, int), np.full(8, 50), 999, np.zeros(8, int))
 
     world.run(propose)

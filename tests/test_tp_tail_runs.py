@@ -40,7 +40,7 @@ def runs(tmp_path_factory):
     observed, observe = [], RunStats.observe_rollout
 
     def noted(tail, loop):
-        own = list(loop.unfinished)
+        own = list(loop.unfinished.values())
         call = SimpleNamespace(rank=tail.ranks.rank, num_rows=len(own))
         call.is_evaluation = loop.table.launch.groups[0].visit == EVALUATION
         others = [c for c in calls if c.rank == 1 and c.is_evaluation]

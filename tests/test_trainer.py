@@ -17,7 +17,7 @@ import bubblespec
 import train
 from bubblespec.config import Config
 from bubblespec.distributed.ranks import Ranks
-from bubblespec.draft.store import DraftStore
+from bubblespec.draft.store import TextStore
 from bubblespec.engine.batch import SamplingParams
 from bubblespec.engine.sampling import EVALUATION
 from bubblespec.learn.learner import Learner
@@ -142,7 +142,7 @@ def test_an_evaluation_by_hand(monkeypatch):
     )
     parts = {"params": sampling, "scorer": scorer, "reward_weights": [1.0, 10.0]}
     parts |= {"engine": SimpleNamespace(num_slots=8), "stats": RunStats(cost=CostModel())}
-    parts |= {"mechanisms": [], "store": DraftStore(0), "planning_s": 0.0}
+    parts |= {"mechanisms": [], "store": TextStore(0), "planning_s": 0.0}
     trainer = make_trainer(config, parts, eval_prompts=prompts, num_updates=12)
     trainer.ranks.clock = SimpleNamespace(perf_counter=iter([2.0] * 7 + [5.5]).__next__)
     assert trainer.evaluate().metrics == {

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from bubblespec.draft.proposer import make_proposer
-from bubblespec.draft.sources import History
+from bubblespec.draft.store import TextStore
 from bubblespec.engine.batch import SamplingParams
 from bubblespec.engine.engine import Engine
 from bubblespec.engine.runner import ModelRunner
@@ -15,6 +15,7 @@ from bubblespec.tools.simulate.runner import SimulatedRunner
 from bubblespec.tools.simulate.world import SimulatedRanks, SimulatedTicks, World
 from bubblespec.types import Draft, Load, Row, SampleId
 from tests.helpers.clocks import Clock
+from tests.helpers.rows import numbered
 from tests.helpers.simulated import LinearCost, run_to_end
 
 
@@ -157,10 +158,10 @@ def test_simulated_forwards_equal_real_forwards(make_model, slots, budget, has_d
     def loads_of(runner, rows: list[Row]) -> tuple[list[Load], dict]:
         if not has_drafts:
             return run_to_end(Engine(runner), rows, params), {}
-        history, sources = History(0), ["bubble", "suffix"]
+        history, sources = TextStore(0), ["bubble", "suffix"]
         proposer = make_proposer(sources, history, CostModel(), has_drafts=True, clock=Clock())
         proposer.begin()
-        for row in rows:
+        for row in numbered(rows).values():
             row.draft = drafts[row.id]
             proposer.track(row, 3)
         loads = run_to_end(Engine(runner), rows, params, proposer)

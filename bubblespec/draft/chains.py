@@ -161,7 +161,6 @@ class ChainRates:
 class ChainSource(DraftSource):
     """Chains of a small model as a draft source."""
 
-    weighs_its_time = True
     needs_results = True
 
     def __init__(
@@ -242,7 +241,8 @@ class ChainSource(DraftSource):
         self.problem, self.is_enabled = one_line(problem), False
 
     def propose(self, numbers: np.ndarray, limits: np.ndarray) -> Proposals:
-        slots = self.tracked.slots(numbers, self.runner.engine.rows)
+        place = {row.number: slot for slot, row in enumerate(self.runner.engine.rows)}
+        slots = np.array([place.get(number, -1) for number in numbers.tolist()], np.int64)
         limits = np.minimum(limits, self.longest) * (slots >= 0)
         try:
             chains, leads, lengths = self._draft(slots, limits)

@@ -1,7 +1,7 @@
 """Draft tokens of each row in a forward: of the first source with any, in a window that pays.
 
 Implements the engine's `Proposer`; sources are in sources.py, windows in planner/windows.py. Rows
-have numbers here; -1 stands for a row that is not tracked.
+are known by `Row.number`.
 
 Shape legend: R rows, K kinds of proposals.
 """
@@ -15,14 +15,13 @@ import numpy as np
 from bubblespec.draft.sources import (
     MAX_AGE,
     DraftSource,
-    Found,
-    History,
-    OwnDrafts,
-    SuffixMatches,
+    Proposals,
+    TextMatches,
     TrackedRows,
     check_proposals,
     load_source,
 )
+from bubblespec.draft.store import TextStore
 from bubblespec.draft.suffix import OWN, SOURCE_NAMES
 from bubblespec.engine.arrays import spans
 from bubblespec.planner.costs import CostModel
@@ -33,9 +32,6 @@ from bubblespec.types import Row
 
 PRIORS = {ALIGNED: 0.95, "own": 0.8, "sibling": 0.6}  # survival by source
 PRIOR = 0.5  # survival of another source
-# A source whose proposals gain less than its query takes pauses until queries take this share of
-# the time, but for no more forwards than that, nor once half of the rows have ended.
-LOOK_SHARE, MAX_PAUSE = 0.005, 64
 ALWAYS_WINDOW = 6  # draft tokens that are verified whatever the cost
 
 
@@ -55,11 +51,6 @@ class Proposer:
         self.survival = Survival()
         self.sources: list[DraftSource] = []
         self._kinds: list[np.ndarray] = []  # numbers in `survival` of each source's kinds
-        self._forward = 0  # forwards of this rollout in which drafts were asked for
-        # By source: the first forward with a query again; seconds of one, exponentially weighted,
-        # with a share of what all take, float64, but for sources that weigh their own time.
-        self._due, self._query_s = list[int](), np.empty(0)
-        self._paused_rows = 0  # rows at the latest pause
         for source in sources:
             self.add(source)
         self._start()
@@ -72,8 +63,6 @@ class Proposer:
             place -= sum(known.is_last for known in self.sources)
         self.sources.insert(place, source)
         self._kinds.insert(place, self.survival.add(source.kinds, priors))
-        self._due.insert(place, 0)
-        self._query_s = np.insert(self._query_s, place, 0.0)
 
     @property
     def enabled_sources(self) -> list[DraftSource]:
@@ -88,18 +77,13 @@ class Proposer:
     @property
     def needs_results(self) -> bool:
         """Whether a forward has to wait for the results of the one before."""
-        return any(
-            source.needs_results and source.is_enabled and due <= self._forward
-            for source, due in zip(self.sources, self._due, strict=True)
-        )
+        return any(source.needs_results for source in self.enabled_sources)
 
     def begin(self) -> None:
         """Begin a rollout: forget rows, reset the counts, and keep the estimates."""
         self._start()
         for source in self.sources:
             source.begin(self.tracked)
-        # The end of a rollout, beyond its drafts, says nothing about the next one's beginning.
-        self._due, self._forward = [0] * len(self.sources), 0
         self.survival.begin()
 
     def _start(self) -> None:
@@ -108,18 +92,10 @@ class Proposer:
         self._is_own = np.array([name == SOURCE_NAMES[OWN] for name in names], bool)
         self._spent_s, self._num_queried = 0.0, 0
         self.tracked = TrackedRows()
-        self._numbers: dict[int, int] = {}  # by id() of the row
-        # Rows of the last forward, their numbers, and tokens of their prompts. Most forwards have
-        # the rows of the forward before.
-        self._last: tuple[list[Row], np.ndarray, int] = ([], np.empty(0, np.int64), 0)
-        # Forwards without drafts: rows, tokens gained, and how many by each. They are read together
-        # when next needed, as reading one costs as much as a query.
-        self._unread: list[tuple[list[Row], np.ndarray, np.ndarray]] = []
 
     @property
     def acceptance(self) -> Acceptance:
         """Outcome of the drafts of this rollout."""
-        self._read()
         counts = self._acceptance
         counts.by_source = self.survival.by_source()
         totals = self.survival.counts[PROPOSED:, 1].sum(axis=1).astype(int).tolist()
@@ -130,38 +106,20 @@ class Proposer:
         """Propose for a row from now on.
 
         version: updates of the current weights; is_counted: whether the row is of this step."""
-        self._read()
         age = 0 if row.draft is None else min(version - row.draft.version, MAX_AGE)
-        number = self._numbers[id(row)] = self.tracked.add(row, row.draft, age, is_counted)
-        self._last = ([], *self._last[1:])
+        self.tracked.add(row, age, is_counted)
         for source in self.sources:
-            source.track(number)
+            source.track(row.number)
 
     def extend(self, row: Row, ids: np.ndarray) -> None:
         """Append an observation to a row's tokens."""
-        self._read()
-        if (number := self._numbers.get(id(row))) is None:
-            return
-        gained = np.array([number]), ids, np.array([len(ids)])
-        self.tracked.extend(*gained)
-        for source in self.enabled_sources:
-            source.observe(*gained)
+        self._extend(np.array([row.number]), ids, np.array([len(ids)]))
 
     def take_spent(self) -> tuple[float, int]:
         """Return seconds spent here and rows queried since the last call."""
         spent = self._spent_s, self._num_queried
         self._spent_s, self._num_queried = 0.0, 0
         return spent
-
-    def rests(self, num_rows: int) -> bool:
-        """Whether nothing is proposed in the next forward, for so many rows, and count it if so."""
-        if 2 * num_rows <= self._paused_rows:
-            self._due = [0] * len(self.sources)
-        for source, due in zip(self.sources, self._due, strict=True):
-            if due <= self._forward and source.is_enabled:
-                return False
-        self._forward += 1
-        return True
 
     def propose(
         self,
@@ -171,63 +129,53 @@ class Proposer:
         budget: int,
         ahead: np.ndarray | int = 0,
     ) -> tuple[np.ndarray, np.ndarray]:
-        """See the engine's `Proposer`.
+        """See the engine's `Proposer`; all rows are tracked.
 
-        The windows of all rows are planned together; rows that are not tracked get none. Windows
-        are of what follows the tokens that may be gained in flight."""
-        found = self.find(rows, lengths, room, budget, ahead)
+        The windows of all rows are planned together. They are of what follows the tokens that may
+        be gained in flight."""
+        numbers = numbers_of(rows)
+        found = self.find(numbers, room, budget, ahead)
         if found is None:
             return np.empty(0, np.int64), np.zeros(len(rows), np.int64)
-        started, windows = self.clock.perf_counter(), found.available
+        started, windows = self.clock.perf_counter(), found.count
         if not self.always:
-            of_all = found.available, self.cost, found.positions
-            windows = choose_windows(found.chance, *of_all, budget=budget)
-            found.query_s[:] += (self.clock.perf_counter() - started) / max(found.is_due.sum(), 1)
-            self.pause_dear(found, windows)
-        proposed = self.tokens_of(found, windows)
+            positions = int(lengths.sum() + self.tracked.prompt_length[numbers].sum())
+            chance = self.survival.estimates[found.kind]
+            windows = choose_windows(chance, windows, self.cost, positions, budget=budget)
+        proposed = fill(found, windows, ahead)
         self._spent_s += self.clock.perf_counter() - started
         return proposed
 
     def find(
-        self,
-        rows: list[Row],
-        lengths: np.ndarray,
-        room: np.ndarray,
-        budget: int,
-        ahead: np.ndarray | int = 0,
-    ) -> Found | None:
-        """Return the proposals for these rows, see `propose`; None where no source is asked."""
-        if self.rests(len(rows)):
-            return None
+        self, numbers: np.ndarray, room: np.ndarray, budget: int, ahead: np.ndarray | int = 0
+    ) -> Proposals | None:
+        """Return the proposals for rows, see `propose`; None where no source is asked.
+
+        Each begins with the tokens in flight, which its count leaves out; kinds are those of
+        `survival`."""
         must_wait = bool(np.any(ahead))
-        is_due = np.array(self._due) <= self._forward
-        is_due &= [s.is_enabled and not (must_wait and s.needs_results) for s in self.sources]
-        self._forward += 1
-        if not is_due.any():
+        asked_sources = [
+            (source, kinds)
+            for source, kinds in zip(self.sources, self._kinds, strict=True)
+            if source.is_enabled and not (must_wait and source.needs_results)
+        ]
+        if not asked_sources:
             return None
         started = self.clock.perf_counter()
-        self._read()
-        self._num_queried += len(rows)
-        numbers, prompt_tokens = self._known(rows)
+        self._num_queried += len(numbers)
         limits = np.minimum(room, ALWAYS_WINDOW if self.always else min(int(WINDOWS[-1]), budget))
-        asked = ((limits > 0) & (numbers >= 0)).nonzero()[0]
+        asked = (limits > 0).nonzero()[0]
         limits = limits + ahead
         texts: list[np.ndarray] = []
-        text, begin, count, kind, asked_of = np.zeros((5, len(rows)), np.int64)
-        query_s, weighed_s = np.zeros(len(is_due)), 0.0
+        text, begin, count, kind = np.zeros((4, len(numbers)), np.int64)
         chances = self.survival.estimates
-        for number, (source, kinds) in enumerate(zip(self.sources, self._kinds, strict=True)):
-            if not is_due[number]:
-                continue
+        for source, kinds in asked_sources:
             is_open = count[asked] == 0
             if chance := source.chance:
                 is_open |= chances[kind[asked]] < chance
             if not len(some := asked[is_open]):
                 continue
-            asked_s = self.clock.perf_counter()
             found = source.propose(numbers[some], limits[some])
-            seconds = self.clock.perf_counter() - asked_s
-            query_s[number], weighed_s = seconds * (not source.weighs_its_time), weighed_s + seconds
             if source.path is not None:
                 check_proposals(source, found, limits[some])
             given = found.count.nonzero()[0]
@@ -236,47 +184,18 @@ class Proposer:
             some = some[given]
             begin[some], count[some] = found.begin[given], found.count[given]
             text[some], kind[some] = len(texts), kinds[found.kind[given]]
-            asked_of[some] = number
             self.survival.counts[OFFERED, 1, kind[some]] += 1
             texts.append(found.tokens)
-        self.tracked.propose(numbers[asked], kind[asked], np.broadcast_to(ahead, len(rows))[asked])
-        available, positions = np.maximum(count - ahead, 0), int(lengths.sum()) + prompt_tokens
-        spent_s = self.clock.perf_counter() - started
-        query_s += (spent_s - weighed_s) / max(is_due.sum(), 1)
-        self._spent_s += spent_s
-        of_rows = text, begin, available, chances[kind], positions, ahead, asked_of
-        return Found(texts, *of_rows, is_due, query_s)
-
-    def tokens_of(self, found: Found, windows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return the drafts that fill windows, int64 [R], as `propose` does.
-
-        Each begins with the tokens in flight."""
-        count = np.where(windows > 0, windows + found.ahead, 0)
-        place = spans(found.begin, count)
-        if len(found.texts) == 1:
-            return found.texts[0][place].astype(np.int64), count
-        tokens, text = np.empty(len(place), np.int64), found.text.repeat(count)
-        for number, known in enumerate(found.texts):
-            here = (text == number).nonzero()[0]
-            tokens[here] = known[place[here]]
-        return tokens, count
-
-    def pause_dear(self, found: Found, windows: np.ndarray) -> None:
-        """Let sources pause whose windows, int64 [R], save less than their queries take."""
-        self._query_s += 0.1 * (found.query_s - self._query_s) * found.is_due
-        num_rows, fed, positions = len(windows), windows.sum(), found.positions
-        plain_s = self.cost.seconds(num_rows, num_rows, 0, positions)
-        fed_s = self.cost.seconds(num_rows, num_rows + fed, fed > 0, positions) - plain_s
-        rates = np.minimum(found.chance, 1.0 - 1e-9)
-        accepted = rates * (1.0 - rates**windows) / (1.0 - rates)
-        saved_s = accepted * plain_s / num_rows - windows * fed_s / max(fed, 1)
-        saved_s = np.bincount(found.asked_of, saved_s, len(found.is_due))
-        is_dear = found.is_due & (saved_s <= self._query_s)
-        if is_dear.any():
-            lengths = np.minimum(self._query_s / (LOOK_SHARE * plain_s), MAX_PAUSE)
-            due = np.where(is_dear, self._forward + lengths.astype(np.int64), self._due)
-            self._due = due.tolist()
-            self._paused_rows = num_rows
+        tokens = texts[0] if texts else np.empty(0, np.int64)
+        if len(texts) > 1:
+            rows = [text == number for number in range(len(texts))]
+            parts = zip(texts, rows, strict=True)
+            tokens = np.concatenate([known[spans(begin[of], count[of])] for known, of in parts])
+            order = text.argsort(kind="stable")
+            begin[order] = count[order].cumsum() - count[order]
+        self.tracked.propose(numbers[asked], kind[asked], (ahead + 0 * numbers)[asked])
+        self._spent_s += self.clock.perf_counter() - started
+        return Proposals(tokens, begin, np.maximum(count - ahead, 0), kind)
 
     def observe(
         self,
@@ -287,21 +206,23 @@ class Proposer:
         num_accepted: np.ndarray,
     ) -> None:
         """See the engine's `Proposer`: learn from the outcome, and pass the new tokens on."""
-        if not num_draft.any():
-            self._unread.append((rows, tokens, num_gained))
-            return
         started = self.clock.perf_counter()
-        self._read()
-        numbers = self._known(rows)[0]
-        num_forwards = np.ones_like(numbers)
-        if len(numbers) and numbers.min() < 0:
-            is_known = numbers >= 0
-            tokens = tokens[is_known.repeat(num_gained)]
-            columns = (numbers, num_gained, num_forwards, num_draft, num_accepted)
-            numbers, num_gained, num_forwards, num_draft, num_accepted = (
-                column[is_known] for column in columns
-            )
-        self._take_in(numbers, tokens, num_gained, num_forwards, num_draft, num_accepted)
+        tracked, counts, numbers = self.tracked, self._acceptance, numbers_of(rows)
+        kind, is_counted = tracked.take_kind(numbers), tracked.is_counted[numbers] > 0
+        counts.row_forwards += int(is_counted.sum())
+        counts.gained_tokens += int(num_gained @ is_counted)
+        # Rows that have left their draft, of which tokens are left.
+        has_left = is_counted & ~tracked.texts.is_aligned[numbers]
+        has_left &= tracked.texts.in_draft(numbers)[1] > 0
+        if has_left.any():
+            given = num_accepted * self._is_own[kind]
+            self.survival.behind += num_gained @ has_left, given @ has_left
+        if num_draft.any():
+            self.survival.observe(kind, num_draft, num_accepted, is_counted)
+            lengths = num_accepted[(num_draft > 0) & is_counted]
+            bins = WINDOWS.searchsorted(lengths, side="right") - 1
+            counts.accepted_lengths += np.bincount(bins, minlength=len(WINDOWS))
+        self._extend(numbers, tokens, num_gained)
         self._spent_s += self.clock.perf_counter() - started
 
     def catch_up(self) -> None:
@@ -309,68 +230,28 @@ class Proposer:
         for source in self.enabled_sources:
             source.catch_up()
 
-    def _read(self) -> None:
-        """Take in the tokens of forwards without drafts."""
-        if not self._unread:
-            return
-        entries = np.concatenate([self._known(rows)[0] for rows, _, _ in self._unread])
-        tokens, counts = (np.concatenate([x[i] for x in self._unread]) for i in (1, 2))
-        self._unread.clear()
-        # Row by row, and within a row in the order of the forwards.
-        owners = entries.repeat(counts)
-        order = owners.argsort(kind="stable")
-        order = order[owners[order].searchsorted(0) :]
-        entries, counts = entries[entries >= 0], counts[entries >= 0]
-        num_forwards = np.bincount(entries)
-        numbers = num_forwards.nonzero()[0]
-        gained = np.bincount(entries, counts)[numbers].astype(np.int64)
-        none = np.zeros_like(numbers)
-        self._take_in(numbers, tokens[order], gained, num_forwards[numbers], none, none)
+    def _extend(self, numbers: np.ndarray, tokens: np.ndarray, counts: np.ndarray) -> None:
+        self.tracked.texts.extend(numbers, tokens, counts)
+        for source in self.enabled_sources:
+            source.observe(numbers, tokens, counts)
 
-    def _known(self, rows: list[Row]) -> tuple[np.ndarray, int]:
-        """Return the numbers of rows, int64 [R], and the number of tokens of their prompts."""
-        if rows != self._last[0]:
-            numbers = np.array([self._numbers.get(id(row), -1) for row in rows], np.int64)
-            self._last = rows, numbers, sum(len(row.prompt) for row in rows)
-        return self._last[1:]
 
-    def _take_in(
-        self,
-        numbers: np.ndarray,
-        tokens: np.ndarray,
-        num_gained: np.ndarray,
-        num_forwards: np.ndarray,
-        num_draft: np.ndarray,
-        num_accepted: np.ndarray,
-    ) -> None:
-        """Take in the tokens of different rows, row after row, and the outcome of their drafts.
+def fill(
+    found: Proposals, windows: np.ndarray, ahead: np.ndarray | int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return the tokens that fill windows, int64 [R], behind those in flight, as `propose` does."""
+    count = np.where(windows > 0, windows + ahead, 0)
+    return found.tokens[spans(found.begin, count)].astype(np.int64), count
 
-        num_gained, num_forwards, num_draft, num_accepted: int64 [R], by row."""
-        tracked = self.tracked
-        has_left = tracked.num_gained[numbers] < tracked.draft_length[numbers]
-        has_left &= ~tracked.is_aligned[numbers]
-        kind, is_counted = tracked.take_kind(numbers), tracked.is_counted[numbers]
-        has_left &= is_counted
-        if has_left.any():
-            given = num_accepted * self._is_own[kind]
-            self.survival.behind += num_gained @ has_left, given @ has_left
-        counts = self._acceptance
-        counts.row_forwards += int(num_forwards @ is_counted)
-        counts.gained_tokens += int(num_gained @ is_counted)
-        if num_draft.any():
-            self.survival.observe(kind, num_draft, num_accepted, is_counted)
-            lengths = num_accepted[(num_draft > 0) & is_counted]
-            bins = WINDOWS.searchsorted(lengths, side="right") - 1
-            counts.accepted_lengths += np.bincount(bins, minlength=len(WINDOWS))
-        tracked.extend(numbers, tokens, num_gained)
-        for source in self.sources:
-            if source.is_enabled:
-                source.observe(numbers, tokens, num_gained)
+
+def numbers_of(rows: list[Row]) -> np.ndarray:
+    """Return the numbers of rows, int64 [R]."""
+    return np.array([row.number for row in rows], np.int64)
 
 
 def make_proposer(
     names: Collection[str],
-    history: History,
+    history: TextStore,
     cost: CostModel,
     *,
     has_drafts: bool,
@@ -383,9 +264,7 @@ def make_proposer(
     Mechanisms add theirs later. has_drafts: whether samples have drafts of their own; vocab_size:
     number of the policy's tokens, None in virtual time. Raises InputError."""
     sources: list[DraftSource] = []
-    if has_drafts:
-        sources.append(OwnDrafts())
-    if "suffix" in names:
-        sources.append(SuffixMatches(history))
+    if has_drafts or "suffix" in names:
+        sources.append(TextMatches(history, searches="suffix" in names))
     sources += [load_source(name, vocab_size) for name in names if "." in name]
     return Proposer(sources, cost, always=always, clock=clock)

@@ -1,7 +1,7 @@
 """Draft sources: tokens that may come next in rows.
 
-`OwnDrafts` proposes a sample's own draft up to the first mismatch. `SuffixMatches` looks for the
-last tokens of a row in that draft and in other texts. Mechanisms and users add others. A source
+`TextMatches` proposes a sample's own draft up to the first mismatch, and then looks for the last
+tokens of the row in that draft and in other texts. Mechanisms and users add others. A source
 changes time alone: the engine accepts just the tokens that a row would have sampled.
 
 Work in a forward is done for all rows together, by array.
@@ -9,7 +9,6 @@ Work in a forward is done for all rows together, by array.
 Shape legend: R rows, K kinds of proposals.
 """
 
-from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -17,6 +16,7 @@ import numpy as np
 
 from bubblespec.config.combinations import METHODS
 from bubblespec.config.imports import call, import_path
+from bubblespec.draft.store import TextStore
 from bubblespec.draft.suffix import (
     HISTORY,
     HISTORY_OWNER,
@@ -30,55 +30,51 @@ from bubblespec.engine.arrays import doubled, spans
 from bubblespec.errors import InputError, one_line, shown
 from bubblespec.planner.survival import ALIGNED
 from bubblespec.records import SOURCES
-from bubblespec.types import Draft, Row, SampleId
+from bubblespec.types import Row
 
 MAX_AGE = 8  # updates; older drafts are of one kind
 MATCH_EDGES = np.array((2, 4, 8))  # tokens; matches between two of these lengths are of one kind
 
 
 class TrackedRows:
-    """The rows of a rollout that get proposals, by number.
+    """The rows of a rollout that get proposals, by `Row.number`."""
 
-    Values that change in a forward are columns, by number too."""
+    prompt_length: np.ndarray
+    """int64, as all columns."""
+    age: np.ndarray
+    """Updates since the row's draft was extended."""
+    kind: np.ndarray
+    """Kind of the latest proposal."""
+    in_flight: np.ndarray
+    """Kind of the proposal before, plus 1; 0 if its outcome is known."""
+    is_counted: np.ndarray
+    """Whether the row is of this step, and so counts in `Acceptance`."""
 
     def __init__(self):
-        self.rows: list[Row] = []
-        self.tokens = np.zeros(1 << 10, np.int32)  # all drafts, one after the other
-        self.num_tokens = 0
-        # int64 columns: begin of the row's draft in `tokens`; length of the draft, 0 for none;
-        # updates since the draft was extended; tokens gained; kind of the latest proposal, and of
-        # the one before plus 1, 0 if its outcome is known; number in the index of `SuffixMatches`.
-        columns = np.zeros((7, 16), np.int64)
-        self.draft_begin, self.draft_length, self.age, self.num_gained, self.text = columns[:5]
-        self.kind, self.in_flight = columns[5:]
-        # bool columns: whether the row is of this step, and so counts in `Acceptance`; whether it
-        # has followed its draft from the start.
-        self.is_counted, self.is_aligned = np.zeros((2, 16), bool)
+        self.rows: dict[int, Row] = {}
+        self.texts = SuffixIndex()
+        """The rows' tokens so far, and their drafts."""
+        self.groups: dict[tuple[int, int], int] = {}
+        """Numbers of groups in `texts` by (uid, visit)."""
+        self._set_columns(np.zeros((16, 5), np.int64))
 
-    def add(self, row: Row, draft: Draft | None, age: int, is_counted: bool) -> int:
-        """Add a row, with its draft if there is one. Return its number."""
-        number, begin = len(self.rows), self.num_tokens
-        self.rows.append(row)
-        if number == len(self.kind):
-            for name, column in vars(self).items():
-                if name not in ("rows", "tokens", "num_tokens"):
-                    setattr(self, name, doubled(column))
-        tokens = () if draft is None else draft.tokens
-        self.num_tokens += len(tokens)
-        while self.num_tokens > len(self.tokens):
-            self.tokens = doubled(self.tokens)
-        self.tokens[begin : self.num_tokens] = tokens
-        self.draft_begin[number], self.draft_length[number] = begin, len(tokens)
-        self.age[number], self.is_counted[number] = age, is_counted
-        self.is_aligned[number] = len(tokens) > 0
+    def _set_columns(self, columns: np.ndarray) -> None:
+        self._columns = columns
+        self.prompt_length, self.age, self.kind, self.in_flight, self.is_counted = columns.T
+
+    def add(self, row: Row, age: int, is_counted: bool) -> None:
+        """Add a row, with its draft if there is one."""
+        number, draft = row.number, row.draft
+        assert number >= 0, "the row has no number"
+        while number >= len(self._columns):
+            self._set_columns(doubled(self._columns))
+        self._columns[number] = len(row.prompt), age, 0, 0, is_counted
+        self.rows[number] = row
+        group = self.groups.setdefault(row.id[:2], len(self.groups))
+        drafts = [] if draft is None else [draft.tokens]
+        self.texts.add_row(number, group, row.id.sample, row.max_new_tokens, *drafts)
         if len(row.tokens):
-            self.extend(np.array([number]), row.tokens, np.array([len(row.tokens)]))
-        return number
-
-    def draft(self, number: int) -> np.ndarray:
-        """Return a row's draft, int32; empty for none."""
-        begin = self.draft_begin[number]
-        return self.tokens[begin : begin + self.draft_length[number]]
+            self.texts.extend(np.array([number]), row.tokens, np.array([len(row.tokens)]))
 
     def propose(self, numbers: np.ndarray, kind: np.ndarray, ahead: np.ndarray) -> None:
         """Note kinds of proposals, by row; ahead: tokens that may be gained in flight."""
@@ -91,24 +87,6 @@ class TrackedRows:
         self.in_flight[numbers] = 0
         return np.where(before > 0, before - 1, self.kind[numbers])
 
-    def slots(self, numbers: np.ndarray, rows: list[Row]) -> np.ndarray:
-        """Return where rows are in a list, int64 [R]; -1 for those that are not in it."""
-        place = {id(row): slot for slot, row in enumerate(rows)}
-        return np.array([place.get(id(self.rows[n]), -1) for n in numbers.tolist()], np.int64)
-
-    def extend(self, numbers: np.ndarray, tokens: np.ndarray, counts: np.ndarray) -> None:
-        """Append tokens, int [sum of counts], to different rows. numbers, counts: int64 [R]."""
-        begin = self.num_gained[numbers]
-        end = begin + counts
-        self.num_gained[numbers] = end
-        is_aligned = self.is_aligned[numbers]
-        if is_aligned.any():
-            place = spans(self.draft_begin[numbers] + begin, counts)
-            is_other = self.tokens.take(place, mode="clip") != tokens
-            is_aligned &= end <= self.draft_length[numbers]
-            is_aligned[np.arange(len(counts)).repeat(counts)[is_other]] = False
-            self.is_aligned[numbers] = is_aligned
-
 
 class Proposals(NamedTuple):
     """Tokens that may come next in R rows."""
@@ -118,21 +96,6 @@ class Proposals(NamedTuple):
     count: np.ndarray  # type: ignore[assignment]  # tuple.count is not used
     """int64 [R], tokens of each row's proposal; 0 for none."""
     kind: np.ndarray  # int64 [R], numbers in the source's `kinds`
-
-
-class Found(NamedTuple):
-    """Proposals of several sources for R rows, of which no window has been chosen yet."""
-
-    texts: list[np.ndarray]  # tokens of the sources that have proposed something
-    text: np.ndarray  # int64 [R], which of the texts has a row's proposal
-    begin: np.ndarray  # int64 [R], where it begins there
-    available: np.ndarray  # int64 [R], its tokens behind those in flight; 0 for no proposal
-    chance: np.ndarray  # float64 [R], that its next token is accepted
-    positions: int  # attended to by all rows together
-    ahead: np.ndarray | int  # int64 [R], tokens that may be gained in flight
-    asked_of: np.ndarray  # int64 [R], number of the source
-    is_due: np.ndarray  # bool [sources], which were asked
-    query_s: np.ndarray  # float64 [sources], seconds that this took
 
 
 class DraftSource:
@@ -146,7 +109,6 @@ class DraftSource:
     kinds: Sequence[tuple] = ()
     is_enabled = True  # whether the source is queried and gets new tokens
     chance = 0.0  # acceptance rate below which another source's proposal is replaced
-    weighs_its_time = False  # whether the source proposes only where that pays for its time
     is_last = False  # whether sources that are added later are asked before it
     needs_results = False  # whether it proposes behind the latest tokens alone, none in flight
     problem: str | None = None  # why it proposes no more, on this rank
@@ -231,140 +193,59 @@ def check_proposals(source: DraftSource, found: Proposals, limits: np.ndarray) -
     require(bool(((ids >= 0) & (ids < size)).all()), f"tokens outside of the vocabulary of {size}")
 
 
-class OwnDrafts(DraftSource):
-    """The sample's own draft, made with the same noise, as long as the row follows it."""
+class TextMatches(DraftSource):
+    """A row's own draft, made with the same noise, as long as the row follows it.
 
-    kinds = tuple((ALIGNED, age) for age in range(MAX_AGE + 1))
+    Behind that, and without one: continuations of the row's last tokens in its draft, group, prompt
+    or earlier responses. A group's texts are indexed at the first search in it."""
 
-    def propose(self, numbers: np.ndarray, limits: np.ndarray) -> Proposals:
-        """Return the next tokens of the drafts."""
-        tracked = self.tracked
-        if not tracked.is_aligned[numbers].any():
-            return super().propose(numbers, limits)
-        begin = tracked.num_gained[numbers]
-        left = (tracked.draft_length[numbers] - begin) * tracked.is_aligned[numbers]
-        begin += tracked.draft_begin[numbers]
-        return Proposals(tracked.tokens, begin, np.minimum(left, limits), tracked.age[numbers])
+    kinds = (
+        *((ALIGNED, age) for age in range(MAX_AGE + 1)),
+        *((name, n) for name in SOURCE_NAMES for n in range(len(MATCH_EDGES) + 1)),
+    )
 
-
-class History:
-    """Responses of earlier epochs by prompt uid, at most max_tokens in all; the oldest go first.
-
-    They serve suffix matches (RhymeRL, arXiv 2508.18588)."""
-
-    def __init__(self, max_tokens: int):
-        self.max_tokens = max_tokens
-        self.num_tokens = 0
-        self.entries: dict[int, deque[tuple[np.ndarray, float]]] = {}  # by uid, oldest first
-        self.order: deque[int] = deque()  # uid of every entry, oldest first
-
-    def add(self, uid: int, tokens: np.ndarray, reward: float) -> None:
-        """Store a copy of a response, int [L], unless it is empty or alone exceeds the bound."""
-        if not 0 < len(tokens) <= self.max_tokens:
-            return
-        self.entries.setdefault(uid, deque()).append((np.array(tokens, np.int32), float(reward)))
-        self.order.append(uid)
-        self.num_tokens += len(tokens)
-        while self.num_tokens > self.max_tokens:
-            oldest = self.order.popleft()
-            self.num_tokens -= len(self.entries[oldest].popleft()[0])
-            if not self.entries[oldest]:
-                del self.entries[oldest]
-
-    def get(self, uid: int) -> list[tuple[np.ndarray, float]]:
-        """Return (int32 tokens [L], reward) of a prompt's responses, oldest first."""
-        return list(self.entries.get(uid, ()))
-
-    def state_dict(self) -> dict[str, np.ndarray]:
-        """Return N responses, oldest first: uid, length and reward [N], and tokens int32 [T]."""
-        parts = {uid: iter(entries) for uid, entries in self.entries.items()}
-        entries = [next(parts[uid]) for uid in self.order]
-        return {
-            "uid": np.array(self.order, np.int64),
-            "length": np.array([len(tokens) for tokens, _ in entries], np.int64),
-            "reward": np.array([reward for _, reward in entries], np.float64),
-            "tokens": np.concatenate([np.empty(0, np.int32), *(tokens for tokens, _ in entries)]),
-        }
-
-    def load_state_dict(self, state: dict[str, np.ndarray]) -> None:
-        """Restore a saved state. Under a smaller bound its oldest responses are dropped."""
-        self.entries.clear()
-        self.order.clear()
-        self.num_tokens = 0
-        texts = np.split(state["tokens"], np.cumsum(state["length"])[:-1])
-        for uid, tokens, reward in zip(state["uid"].tolist(), texts, state["reward"], strict=False):
-            self.add(uid, tokens, reward)
-
-
-class SuffixMatches(DraftSource):
-    """Continuations of a row's last tokens in its draft, group, prompt or earlier responses.
-
-    A group's texts are indexed at the first query for it."""
-
-    kinds = tuple((name, n) for name in SOURCE_NAMES for n in range(len(MATCH_EDGES) + 1))
-
-    def __init__(self, history: History):
-        self.history = history
+    def __init__(self, history: TextStore, searches: bool = True):
+        """Create the source; searches: whether it proposes anything but own drafts."""
+        self.history, self.searches = history, searches
 
     def begin(self, tracked: TrackedRows) -> None:
         """Forget rows and groups; the history stays."""
         super().begin(tracked)
-        self.index = SuffixIndex()
-        self._groups: dict[tuple[int, int], int] = {}  # numbers by (uid, visit)
-        self._texts: dict[SampleId, int] = {}  # rows of the index
-        self._waiting: dict[int, list[int]] = {}  # rows of groups that are not indexed yet
+        self._indexed: set[int] = set()  # groups
 
     def track(self, number: int) -> None:
         """Match against the row's draft and tokens from now on."""
-        row, index = self.tracked.rows[number], self.index
-        if (group := self._groups.get(row.id[:2])) is None:
-            group = self._groups[row.id[:2]] = len(self._groups)
-            self._waiting[group] = []
-        text = self._texts.get(row.id)
-        if text is None or index.num_tokens(text) > len(row.tokens):
-            text = self._texts[row.id] = index.add_row(group, row.id.sample, row.max_new_tokens)
-        self.tracked.text[number] = text
-        if group in self._waiting:
-            self._waiting[group].append(number)
-        else:
-            self._add(number)
-        tokens = row.tokens[index.num_tokens(text) :]
-        if len(tokens):
-            index.extend(np.array([text]), tokens, np.array([len(tokens)]))
+        if self.tracked.groups[self.tracked.rows[number].id[:2]] in self._indexed:
+            self.tracked.texts.start_indexing(number)
 
     def propose(self, numbers: np.ndarray, limits: np.ndarray) -> Proposals:
-        """Return what follows the longest matches."""
-        rows, index = self.tracked.text[numbers], self.index
-        for group in index.unindexed_groups(rows) if self._waiting else ():
-            self._index_group(group)
-        found = index.propose(rows, limits)
-        reached = MATCH_EDGES.searchsorted(found.match, side="right")
-        kind = found.source * (len(MATCH_EDGES) + 1) + reached
-        return Proposals(index.text, found.begin, found.count, kind)
-
-    def observe(self, numbers: np.ndarray, tokens: np.ndarray, counts: np.ndarray) -> None:
-        """Append the tokens; `catch_up` indexes them, or a query if many wait."""
-        self.index.extend(self.tracked.text[numbers], tokens, counts)
+        """Return the next tokens of drafts, and what follows the longest matches."""
+        texts, kind = self.tracked.texts, self.tracked.age[numbers]
+        begin, left = texts.in_draft(numbers)
+        count = np.minimum(left, limits) * texts.is_aligned[numbers]
+        if self.searches and len(some := (count == 0).nonzero()[0]):
+            rows = numbers[some]
+            for group in texts.unindexed(rows):
+                self._index_group(group)
+            begin[some], count[some], match, source = texts.propose(rows, limits[some])
+            reached = MATCH_EDGES.searchsorted(match, side="right")
+            kind[some] = MAX_AGE + 1 + source * (len(MATCH_EDGES) + 1) + reached
+        return Proposals(texts.text, begin, count, kind)
 
     def catch_up(self) -> None:
-        """Index the tokens that rows have gained."""
-        self.index.index_waiting(MIN_INDEXED)
+        """Index the tokens that rows have gained; a query does so if many wait."""
+        self.tracked.texts.index_waiting(MIN_INDEXED)
 
     def _index_group(self, group: int) -> None:
-        members = self._waiting.pop(group)
+        self._indexed.add(group)
+        texts = self.tracked.texts
+        members = texts.unindexed_rows(group)
         first = self.tracked.rows[members[0]]
         # By reward, then recency: later texts are trusted more.
-        earlier = sorted(self.history.get(first.id.uid), key=lambda pair: pair[1])
-        texts = [*(tokens for tokens, _ in earlier), np.array(first.prompt, np.int32)]
+        earlier = sorted(self.history.of_prompt(first.id.uid), key=lambda text: text.reward)
+        of_group = [*(text.tokens for text in earlier), np.array(first.prompt, np.int32)]
         kinds = [HISTORY] * len(earlier) + [SELF]
         owners = [HISTORY_OWNER] * len(earlier) + [PROMPT_OWNER]
-        self.index.add_texts(texts, group, owners, kinds)
+        texts.add_texts(of_group, group, owners, kinds)
         for number in members:
-            self._add(number)
-
-    def _add(self, number: int) -> None:
-        """Add a member of an indexed group."""
-        text = int(self.tracked.text[number])
-        if len(draft := self.tracked.draft(number)):
-            self.index.add_draft(text, draft)
-        self.index.start_indexing(text)
+            texts.start_indexing(number)

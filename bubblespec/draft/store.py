@@ -1,10 +1,13 @@
-"""Drafts of coming steps, generated early with their samples' own noise, kept for later use.
+"""Texts that later responses are drafted from, by sample, the same on all ranks.
 
-Only token ids are kept: 4 bytes per token, no keys and values, no probabilities. All ranks hold the
-same drafts, since they put the same exchanged ones into the store in the same order.
+Drafts of coming steps are generated early, with their samples' own noise; responses of earlier
+epochs serve suffix matches (RhymeRL, arXiv 2508.18588). Only token ids are kept: 4 bytes per token,
+no keys and values, no probabilities. Drafts are exchanged, and put into all ranks' stores in the
+same order.
 """
 
-from collections.abc import Container, Iterable, Iterator
+from collections import OrderedDict, defaultdict
+from collections.abc import Container, Iterable, Iterator, Mapping
 from itertools import zip_longest
 
 import numpy as np
@@ -15,67 +18,87 @@ from bubblespec.types import Draft, SampleId
 HEADER = 6  # uid, visit, sample, number of tokens, is_finished + 2 * is_deferred, version
 
 
-class DraftStore:
-    """Drafts by sample, at most `max_tokens` in all.
+class TextStore:
+    """Texts by sample, at most `max_tokens` in all.
 
-    A draft of a coming step is refused where there is no room. The draft of a deferred sample holds
-    its tokens so far and is never lost: it displaces drafts of coming steps, the latest first, as
-    the most urgent ones are drafted first."""
+    A text is refused where there is no room, or with `keeps_latest` displaces the oldest ones. The
+    draft of a deferred sample holds its tokens so far and is never lost: it displaces drafts of
+    coming steps, the latest first, as the most urgent ones are drafted first."""
 
-    def __init__(self, max_tokens: int):
-        self.max_tokens = max_tokens
+    def __init__(self, max_tokens: int, keeps_latest: bool = False):
+        self.max_tokens, self.keeps_latest = max_tokens, keeps_latest
+        self._clear()
+
+    def _clear(self) -> None:
         self.num_tokens = 0
-        self._drafts: dict[SampleId, Draft] = {}
+        self._texts: OrderedDict[SampleId, Draft] = OrderedDict()
+        self._of_prompt: defaultdict[int, dict[SampleId, Draft]] = defaultdict(dict)
         self._deferred: set[SampleId] = set()
 
     def __len__(self) -> int:
-        return len(self._drafts)
+        return len(self._texts)
 
     def get(self, sample: SampleId) -> Draft | None:
-        """Return the draft of a sample, if there is one."""
-        return self._drafts.get(sample)
+        """Return the text of a sample, if there is one."""
+        return self._texts.get(sample)
+
+    def of_prompt(self, uid: int) -> list[Draft]:
+        """Return the texts of a prompt's samples, oldest first."""
+        return list(self._of_prompt[uid].values()) if uid in self._of_prompt else []
 
     def put(self, sample: SampleId, draft: Draft, *, is_deferred: bool = False) -> bool:
-        """Store a draft in place of the sample's earlier one; return whether there was room.
+        """Store a text in place of the sample's earlier one; return whether there was room.
 
         is_deferred: whether the sample is deferred from now on."""
         is_deferred |= sample in self._deferred
-        old = self._drafts.get(sample)
+        old = self._texts.get(sample)
         growth = len(draft.tokens) - (len(old.tokens) if old else 0)
-        if not is_deferred and self.num_tokens + growth > self.max_tokens:
+        kept = 0 if self.keeps_latest else self.num_tokens
+        if not is_deferred and kept + growth > self.max_tokens:
             return False
-        self._drafts[sample] = draft
+        self._texts[sample] = self._of_prompt[sample.uid][sample] = draft
         self.num_tokens += growth
         if is_deferred:
             self._deferred.add(sample)
-        if self.num_tokens > self.max_tokens:
-            for name in [name for name in reversed(self._drafts) if name not in self._deferred]:
-                self.drop([name])
-                if self.num_tokens <= self.max_tokens:
-                    break
+        while self.num_tokens > self.max_tokens:
+            order = self._texts if self.keeps_latest else reversed(self._texts)
+            name = next((name for name in order if name not in self._deferred), None)
+            if name is None:
+                break
+            self.drop([name])
         return True
 
     def drop(self, ids: Iterable[SampleId]) -> None:
-        """Drop the drafts of these samples, if any."""
+        """Drop the texts of these samples, if any."""
         for sample in ids:
-            if sample in self._drafts:
-                self.num_tokens -= len(self._drafts.pop(sample).tokens)
+            if sample in self._texts:
+                self.num_tokens -= len(self._texts.pop(sample).tokens)
                 self._deferred.discard(sample)
+                del self._of_prompt[sample.uid][sample]
+                if not self._of_prompt[sample.uid]:
+                    del self._of_prompt[sample.uid]
 
     def state_dict(self) -> dict[str, np.ndarray]:
-        """Return all drafts in the format of an exchange, see `_pack`."""
-        header, tokens = _pack(self._drafts, self._deferred)
-        return {"header": header, "tokens": tokens}
+        """Return all texts in the format of an exchange, see `_pack`, and their rewards."""
+        header, tokens = _pack(self._texts, self._deferred)
+        rewards = np.array([draft.reward for draft in self._texts.values()], np.float64)
+        return {"header": header, "tokens": tokens, "reward": rewards}
 
-    def load_state_dict(self, state: dict[str, np.ndarray]) -> None:
+    def load_state_dict(self, state: Mapping[str, np.ndarray]) -> None:
         """Restore a saved state."""
-        self._drafts, self._deferred, self.num_tokens = {}, set(), 0
-        for sample, draft, is_deferred in _unpack(state["header"], state["tokens"]):
+        self._clear()
+        header, rewards = state.get("header"), state.get("reward")
+        if header is None:  # responses that were saved without their ids
+            number = np.arange(len(state["uid"]))
+            columns = (state["uid"], 0 * number - 1, number, state["length"], 0 * number + 1)
+            header = np.stack((*columns, 0 * number), axis=1)
+        for number, (sample, draft, is_deferred) in enumerate(_unpack(header, state["tokens"])):
+            draft.reward = 0.0 if rewards is None else float(rewards[number])
             self.put(sample, draft, is_deferred=is_deferred)
 
 
 def exchange(
-    store: DraftStore, own: dict[SampleId, Draft], ranks: Ranks, *, are_deferred: bool = False
+    store: TextStore, own: dict[SampleId, Draft], ranks: Ranks, *, are_deferred: bool = False
 ) -> None:
     """Put every rank's new drafts into every rank's store, round-robin.
 
@@ -91,7 +114,7 @@ def exchange(
 
 
 def _pack(
-    drafts: dict[SampleId, Draft], deferred: Container[SampleId]
+    drafts: Mapping[SampleId, Draft], deferred: Container[SampleId]
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return headers, int64 [drafts * HEADER], and tokens, int32, one draft after the other."""
     header = [

@@ -20,7 +20,6 @@ Shape legend: R rows, P ends.
 """
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
@@ -71,17 +70,6 @@ WEIGHTS = np.cumprod(np.full(len(LAST) + 1, MIX))  # for the group and the token
 NOTHING = np.empty(0, np.int32)
 NOT_YET = np.iinfo(np.int64).max // 2  # an end that no text has
 LIVE, DRAFT, CURSOR, OFFSET, SOURCE, ASKED_AT, BONUS, SHIFT = range(8)  # columns, see SuffixIndex
-
-
-class Proposed(NamedTuple):
-    """Tokens that may follow R rows."""
-
-    begin: np.ndarray  # int64 [R], begin of the tokens in `SuffixIndex.text`
-    count: np.ndarray  # type: ignore[assignment]  # tuple.count is not used
-    match: np.ndarray
-    """int64 [R], length of the common suffix of row and source, up to MAX_MATCH. Below MIN_MATCH
-    for OWN alone; 0: the draft continues at its expected place, as after one replaced token."""
-    source: np.ndarray  # int64 [R], OWN to HISTORY
 
 
 class NgramTable:
@@ -141,13 +129,15 @@ class NgramTable:
 
 
 class SuffixIndex:
-    """Texts, rows and groups of a rollout, all by number. Rows match within their group alone."""
+    """Texts, rows and groups of a rollout, all by number. Rows match within their group alone.
+
+    A row's length is that of its text here."""
 
     def __init__(self):
         self.text, self.text_at = np.zeros((2, 1 << 12), np.int32)  # tokens; number of their text
         self._before = sliding_window_view(self.text, MAX_MATCH)
         self.num_positions = 0
-        self.num_texts = self.num_rows = 0
+        self.num_texts = 0
         # By text: begin, padding included; end; sample or owner; source; group.
         self.begin, self.end, self.owner, self.kind, self.group = np.zeros((5, 16), np.int64)
         # By row, in columns: LIVE, the row's text; DRAFT, the draft's text. Of the last proposal:
@@ -156,6 +146,9 @@ class SuffixIndex:
         # the expected end in the draft minus the end of the row's text. Text 0 is empty: none.
         self.rows = np.zeros((16, 8), np.int64)
         self.indexed = np.zeros(16, np.int64)  # the next end to index
+        self.is_aligned = np.zeros(
+            16, bool
+        )  # whether the row has followed its draft from the start
         self.table = NgramTable()
         self._num_waiting = 0.0  # live tokens to index
         self._add_text(NOTHING, -1, HISTORY_OWNER, HISTORY, 0)
@@ -173,46 +166,59 @@ class SuffixIndex:
         self._index(spans(begin, self.end[numbers] - begin))
         return numbers
 
-    def add_row(self, group: int, sample: int, max_tokens: int) -> int:
-        """Add a row of up to `max_tokens` tokens, not indexed yet; return its number."""
-        row = self.num_rows
-        self.num_rows += 1
-        if row == len(self.rows):
-            self.rows, self.indexed = doubled(self.rows), doubled(self.indexed)
+    def add_row(
+        self, row: int, group: int, sample: int, max_tokens: int, draft: np.ndarray = NOTHING
+    ) -> None:
+        """Add a row of up to `max_tokens` tokens, with its draft, int [L]; neither is indexed yet.
+
+        The draft is aligned with the response."""
+        while row >= len(self.rows):
+            for name in ("rows", "indexed", "is_aligned"):
+                setattr(self, name, doubled(getattr(self, name)))
         live = self._add_text(NOTHING, group, sample, SELF, max_tokens)
-        self.rows[row, LIVE], self.rows[row, ASKED_AT] = live, self.end[live]
+        self.rows[row, [LIVE, ASKED_AT]] = live, self.end[live]
         self.indexed[row] = NOT_YET
-        return row
+        if len(draft):
+            number = self._add_text(draft, group, sample, OWN, len(draft))
+            self.rows[row, [DRAFT, CURSOR, SOURCE, BONUS]] = number, number, OWN, OWN_BONUS
+            self.rows[row, [OFFSET, SHIFT]] = self.begin[number] - self.begin[live]
+            self.is_aligned[row] = True
 
     def start_indexing(self, row: int) -> None:
-        """Let other rows match in a row's tokens from now on."""
-        if self.indexed[row] == NOT_YET:
-            self.indexed[row] = self.begin[self.rows[row, LIVE]] + MAX_MATCH
-            self._num_waiting += self.num_tokens(row)
+        """Let rows of the group match in a row's draft and tokens from now on."""
+        draft, live = self.rows[row, [DRAFT, LIVE]]
+        self._index(np.arange(self.begin[draft] + MAX_MATCH, self.end[draft]))
+        self.indexed[row] = self.begin[live] + MAX_MATCH
+        self._num_waiting += self.end[live] - self.indexed[row]
 
-    def num_tokens(self, row: int) -> int:
-        """Return the number of tokens that a row has so far."""
-        live = self.rows[row, LIVE]
-        return int(self.end[live] - self.begin[live]) - MAX_MATCH
-
-    def unindexed_groups(self, rows: np.ndarray) -> set[int]:
-        """Return the groups of the rows that are not indexed yet. rows: int64 [R]."""
+    def unindexed(self, rows: np.ndarray) -> set[int]:
+        """Return the groups of those of the rows, int64 [R], that are not indexed yet."""
         lacking = rows[self.indexed[rows] == NOT_YET]
         return set(self.group[self.rows[lacking, LIVE]].tolist())
 
-    def add_draft(self, row: int, tokens: np.ndarray) -> None:
-        """Set the draft of a row, int [L], aligned with its response; siblings match in it too."""
-        live = self.rows[row, LIVE]
-        group, sample = int(self.group[live]), int(self.owner[live])
-        (draft,) = self.add_texts([tokens], group, [sample], [OWN])
-        offset = self.begin[draft] - self.begin[live]
-        self.rows[row, [DRAFT, CURSOR, SOURCE, BONUS]] = draft, draft, OWN, OWN_BONUS
-        self.rows[row, [OFFSET, SHIFT]] = offset
+    def unindexed_rows(self, group: int) -> list[int]:
+        """Return the rows of a group that are not indexed yet."""
+        is_member = self.group[self.rows[:, LIVE]] == group
+        return np.flatnonzero(is_member & (self.indexed == NOT_YET)).tolist()
+
+    def in_draft(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return where rows' ends are in their drafts, and how many tokens follow, int64 [R] each.
+
+        Not positive for a row that has outgrown its draft, or has none."""
+        live, draft = self.rows[rows, LIVE], self.rows[rows, DRAFT]
+        place = self.end[live] + self.begin[draft] - self.begin[live]
+        return place, self.end[draft] - place
 
     def extend(self, rows: np.ndarray, tokens: np.ndarray, counts: np.ndarray) -> None:
         """Append newly accepted tokens, int [sum of counts], to different rows, int64 [R]."""
         live = self.rows[rows, LIVE]
         end = self.end[live]
+        if (is_aligned := self.is_aligned[rows]).any():
+            place, left = self.in_draft(rows)
+            is_other = self.text.take(spans(place, counts), mode="clip") != tokens
+            is_aligned &= counts <= left
+            is_aligned[np.arange(len(counts)).repeat(counts)[is_other]] = False
+            self.is_aligned[rows] = is_aligned
         self.text[spans(end, counts)] = tokens
         self.end[live] = end + counts
         is_indexed = self.indexed[rows] != NOT_YET
@@ -230,8 +236,8 @@ class SuffixIndex:
 
         These are indexed already, and more tokens follow them there."""
         self._num_waiting = 0.0
-        begin = self.indexed[: self.num_rows]
-        live, draft = self.rows[: self.num_rows, [LIVE, DRAFT]].T
+        begin = self.indexed
+        live, draft = self.rows[:, [LIVE, DRAFT]].T
         stop = np.maximum(self.end[live] - LIVE_LAG + 1, begin)
         n = len(LAST)
         grown = (stop > begin).nonzero()[0]
@@ -245,10 +251,16 @@ class SuffixIndex:
         chosen = (offset >= n - 1).nonzero()[0]
         chosen = chosen[num_others[chosen + 1] > num_others[chosen + 1 - n]]
         self._index(last[chosen] + 1)
-        self.indexed[: self.num_rows] = stop
+        self.indexed = stop
 
-    def propose(self, rows: np.ndarray, limits: np.ndarray) -> Proposed:
-        """Return what may follow rows, at most `limits` tokens each. rows, limits: int64 [R]."""
+    def propose(
+        self, rows: np.ndarray, limits: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+        """Return what may follow rows, at most `limits` tokens each. rows, limits: int64 [R].
+
+        Begin in `text` and number of tokens; length of the common suffix of row and source, up to
+        MAX_MATCH, below MIN_MATCH for OWN alone, 0 where the draft continues at its expected place,
+        as after one replaced token; source, OWN to HISTORY. All int64 [R]."""
         self.index_waiting(MAX_WAITING)
         state = self.rows[rows]
         live, draft, cursor, offset, source, asked_at, bonus, shift = state.T
@@ -297,7 +309,7 @@ class SuffixIndex:
         np.copyto(shift, offset, where=is_found & (cursor == draft))
         self.rows[rows] = state
         count = np.where(is_found, np.minimum(limits, self.end[cursor] - at), 0)
-        return Proposed(at, count, np.maximum(best, 0), np.where(is_found, source, OWN))
+        return at, count, np.maximum(best, 0), np.where(is_found, source, OWN)
 
     def _search_own(
         self, draft: np.ndarray, context: np.ndarray, expected: np.ndarray

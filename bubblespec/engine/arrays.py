@@ -34,7 +34,9 @@ def unpacked(elements: np.ndarray, counts: np.ndarray) -> list[np.ndarray]:
 
 def doubled(column: np.ndarray) -> np.ndarray:
     """Append as many zeros as there are elements."""
-    return np.concatenate((column, np.zeros_like(column)))
+    longer = np.zeros((2 * len(column), *column.shape[1:]), column.dtype)  # not touched yet
+    longer[: len(column)] = column
+    return longer
 
 
 def to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:

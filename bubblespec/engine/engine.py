@@ -46,8 +46,7 @@ class Proposer(Protocol):
     """Where draft tokens come from.
 
     With an attribute `needs_results` that is true, it proposes behind the latest tokens alone: no
-    forward is in flight then. If it has `rests`, a function of the number of rows, it is asked for
-    nothing in a forward in which that returns True."""
+    forward is in flight then."""
 
     def propose(
         self, rows: list[Row], lengths: np.ndarray, room: np.ndarray, budget: int, ahead: np.ndarray
@@ -305,9 +304,6 @@ class Engine(Slots):
         proposals, num_proposed = np.empty(0, np.int64), np.zeros(active, np.int64)
         decoding = (unfed == 1).nonzero()[0]
         if proposer is not None and budget > 0 and len(decoding):
-            rests = getattr(proposer, "rests", None)
-            if rests is not None and rests(len(decoding)):
-                return count, proposals, num_proposed
             proposals, num_proposed[decoding], drafts = self._propose(proposer, decoding, budget)
             count[decoding] += drafts
         return count, proposals, num_proposed

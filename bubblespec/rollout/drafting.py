@@ -15,7 +15,7 @@ import numpy as np
 
 from bubblespec.distributed.ranks import Ranks
 from bubblespec.draft.proposer import Proposer
-from bubblespec.draft.store import DraftStore, exchange
+from bubblespec.draft.store import TextStore, exchange
 from bubblespec.planner.chooser import DRAFTS
 from bubblespec.planner.costs import CostModel
 from bubblespec.planner.drafts import choose_lookahead, plan_drafts
@@ -41,7 +41,7 @@ class DraftAhead:
     def __init__(
         self,
         plans: Iterable[Job],
-        store: DraftStore,
+        store: TextStore,
         proposer: Proposer,
         cost: CostModel,
         *,
@@ -118,7 +118,7 @@ class DraftAhead:
             view.max_prefill_tokens = None
             return
         prefilling = [*engine.queue, *engine.prefilling()]
-        if any(row in view.unfinished for row in prefilling):
+        if any(row.number in view.unfinished for row in prefilling):
             view.max_prefill_tokens = None
             return
         if prefilling or self._given:
@@ -130,18 +130,19 @@ class DraftAhead:
 
     def _start(self, job: Job) -> None:
         assert isinstance(job.key, SampleId)
-        row, draft = Row(job.key, job.prompt, self.max_new_tokens), self.store.get(job.key)
-        begin = self.view.begin
+        view, begin, draft = self.view, self.view.begin, self.store.get(job.key)
+        row = Row(job.key, job.prompt, self.max_new_tokens, number=view.num_rows)
+        view.num_rows += 1
         if draft is not None and begin is None:
             row.tokens = draft.tokens.astype(np.int64)
         else:
             row.draft = draft
         self._rows.add(row)
-        self.view.record.drafts_begun += bool(self.view.unfinished)
+        view.record.drafts_begun += bool(view.unfinished)
         # With an environment the row repeats the turns of its draft: tokens are verified, not kept.
         self.proposer.track(row, self.version, is_counted=False)
         if begin is None:
-            self.view.engine.add([row])
+            view.engine.add([row])
         else:
             begin(row)
 
@@ -189,7 +190,7 @@ class DraftAhead:
         engine, unfinished = self.view.engine, self.view.unfinished
         if unfinished:
             lengths = zip(engine.rows, engine.lengths.tolist(), strict=True)
-            positions = sum(length for row, length in lengths if row in unfinished)
+            positions = sum(length for row, length in lengths if row.number in unfinished)
             count = len(unfinished)
             return self.max_slowdown * float(self.cost.seconds(count, count, 0, positions))
         forwards, record = self.view.record.forwards, self.view.record

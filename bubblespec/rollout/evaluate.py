@@ -7,8 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from bubblespec.draft.proposer import Proposer, make_proposer
-from bubblespec.draft.sources import History
-from bubblespec.draft.store import DraftStore
+from bubblespec.draft.store import TextStore
 from bubblespec.engine.batch import SamplingParams
 from bubblespec.engine.sampling import EVALUATION
 from bubblespec.errors import RewardsFailed
@@ -39,7 +38,7 @@ class Evaluator:
     def __init__(self, sampler: Sampler, proposer: Proposer | None):
         """proposer: None where evaluations have no drafts."""
         self.sampler, self.proposer = sampler, proposer
-        self.store = DraftStore(sampler.store.max_tokens)
+        self.store = TextStore(sampler.store.max_tokens)
         # Sources that need no earlier text.
         chains = [source for mechanism in sampler.mechanisms for source in mechanism.sources]
         self.has_chains = bool(chains)
@@ -107,7 +106,7 @@ class Evaluator:
         samples, record, *_ = sampler.rollout(plan)
         assert samples is not None
         if self.proposer is not None:
-            self.store = DraftStore(self.store.max_tokens)
+            self.store = TextStore(self.store.max_tokens)
             # All of them, or the longest, as many as there is room for.
             for index in np.argsort(-samples.lengths, kind="stable").tolist():
                 tokens = samples.tokens[index].astype(np.int32)
@@ -126,7 +125,7 @@ def make_evaluator(sampler: Sampler) -> Evaluator:
     sources, proposer = sampler.config.speculative.sources, None
     if sources:
         clock, size = sampler.ranks.clock, vocab_size_of(sampler.engine)
-        cost, history = sampler.stats.cost, History(0)
+        cost, history = sampler.stats.cost, TextStore(0)
         proposer = make_proposer(
             sources, history, cost, has_drafts=True, clock=clock, vocab_size=size
         )

@@ -29,9 +29,10 @@ class RolloutLoop:
         self.ahead, self.works = plan.ahead, plan.works
         self.clock, self.selects = ranks.clock, plan.launch.selects
         self.record = RolloutRecord()
-        self.unfinished = {row: index for index, row in plan.rows.items()}
-        self.view = RankView(ranks.rank, engine, self.unfinished, self.record)
-        self._submitted: set[int] = set()  # indices of rows that are scored
+        self.unfinished = dict(plan.rows)
+        num_rows = len(self.table.rank_of)
+        self.view = RankView(ranks.rank, engine, self.unfinished, self.record, num_rows)
+        self._submitted: set[int] = set()  # numbers of rows that are scored
         self._unlearned: tuple[Load, float] | None = None  # load and seconds of the last forward
         self._cutoff: Cutoff | None = self.table.cutoff() if self.selects else None
         self.last_s = 0.0  # when the last forward, wait or slice ended
@@ -108,10 +109,10 @@ class RolloutLoop:
     def _select(self) -> None:
         """Abort rows that the cutoff excludes; submit finished ones that it includes."""
         self._cutoff = cutoff = self.table.cutoff()
-        self._abort([row for row, index in self.unfinished.items() if cutoff.is_out[index]])
+        self._abort([row for row in self.unfinished.values() if cutoff.is_out[row.number]])
         own = cutoff.is_in & (self.table.rank_of == self.ranks.rank)
-        for index in np.flatnonzero(own).tolist():
-            self._submit(index)
+        for number in np.flatnonzero(own).tolist():
+            self._submit(self.plan.rows[number])
 
     def _abort(self, rows: list[Row]) -> None:
         """Take rows out of the engine; their tokens stay.
@@ -124,28 +125,28 @@ class RolloutLoop:
 
     def finish(self, row: Row) -> None:
         """Note and pass on a row of this rank that a take-over has finished."""
-        self._submit(self._note_end(row))
+        self._note_end(row)
+        self._submit(row)
 
-    def _submit(self, index: int) -> None:
+    def _submit(self, row: Row) -> None:
         """Begin to score a complete row that is trained on, once."""
-        if index not in self._submitted and self.plan.scoring is not None:
-            self._submitted.add(index)
-            self.plan.scoring.on_finished(self.plan.rows[index])
+        if row.number not in self._submitted and self.plan.scoring is not None:
+            self._submitted.add(row.number)
+            self.plan.scoring.on_finished(row)
 
-    def _note_end(self, row: Row) -> int:
-        """Note that a row has left the rollout; return its index."""
-        index = self.unfinished.pop(row)
-        self.table.note(index, len(row.tokens), row.finish is not None)
-        return index
+    def _note_end(self, row: Row) -> None:
+        """Note that a row has left the rollout."""
+        del self.unfinished[row.number]
+        self.table.note(row.number, len(row.tokens), row.finish is not None)
 
     def _note_active(self) -> int:
         """Note the lengths of this rank's rows in slots; return the longest."""
         longest = 0
         for row, length in zip(self.engine.rows, self.engine.lengths.tolist(), strict=True):
-            if (index := self.unfinished.get(row)) is not None:
+            if row.number in self.unfinished:
                 # `cutoff` adds a token to each unfinished row, but a paused one may get none.
                 length -= len(row.prompt) + (row.finish is not None)
-                self.table.note(index, length, False)
+                self.table.note(row.number, length, False)
                 longest = max(longest, length)
         return longest
 
@@ -199,7 +200,7 @@ class RolloutLoop:
         engine, unfinished, begin = self.engine, self.unfinished, self.clock.perf_counter()
         own_rows, in_engine = len(unfinished), len(engine.rows) + len(engine.queue)
         if self.feed.is_running:  # some rows may be outside the engine
-            own_rows = sum(row in unfinished for row in (*engine.rows, *engine.queue))
+            own_rows = sum(row.number in unfinished for row in (*engine.rows, *engine.queue))
         limit = self.view.max_prefill_tokens
         finished, load = engine.step(self.plan.params, self.proposer, limit, self._catch_up)
         if load is None:
@@ -236,13 +237,13 @@ class RolloutLoop:
         """Note complete rows, those of this step and drafts of coming ones."""
         unfinished = self.unfinished
         for row in finished:
-            if row not in unfinished:
+            if row.number not in unfinished:
                 if self.ahead is not None:
                     self.ahead.on_finished(row)
                 continue
-            index = self._note_end(row)
+            self._note_end(row)
             if not self.selects:
-                self._submit(index)
+                self._submit(row)
         if self._cutoff is not None and unfinished:
             longest = self._note_active()
             if finished or longest >= self._cutoff.limit:

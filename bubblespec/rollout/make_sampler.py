@@ -6,8 +6,7 @@ from bubblespec.config import Config
 from bubblespec.data.schedule import StepSchedule
 from bubblespec.distributed.ranks import Ranks
 from bubblespec.draft.proposer import make_proposer
-from bubblespec.draft.sources import History
-from bubblespec.draft.store import DraftStore
+from bubblespec.draft.store import TextStore
 from bubblespec.engine.batch import SamplingParams
 from bubblespec.engine.engine import Engine
 from bubblespec.errors import log
@@ -52,7 +51,7 @@ def make_sampler(
     together = config.rows_together(ranks.world_size)
     if board is None and (config.has_drafts or together != 0 or config.trains_in_rollouts):
         board = ProgressBoard(ranks, config.run.timeout_s, config.rollout.progress_backend)
-    history = History(max_history_tokens)
+    history = TextStore(max_history_tokens, keeps_latest=True)
     proposer = None
     if config.has_drafts:
         proposer = make_proposer(
@@ -69,7 +68,7 @@ def make_sampler(
     parts = [DRAFTS] if may_choose and config.speculative.planning == "by_cost" else []
     survival = Survival() if proposer is None else proposer.survival
     stats = RunStats(cost, survival, chooser=Chooser(parts))
-    store = DraftStore(max_draft_tokens)
+    store = TextStore(max_draft_tokens)
     sampler = Sampler(
         config=config,
         ranks=ranks,

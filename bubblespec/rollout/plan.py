@@ -30,10 +30,12 @@ class RankView:
 
     rank: int
     engine: Engine
-    unfinished: dict[Row, int]
-    """Unfinished rows of this step, with their index in the launch."""
+    unfinished: dict[int, Row]
+    """Unfinished rows of this step, by number."""
     record: RolloutRecord
     """Record of this rollout, so far."""
+    num_rows: int = 0
+    """Numbers that rows have: those of the launch, and of rows begun for coming steps."""
     max_prefill_tokens: int | None = None
     """Maximum number of prompt tokens in one forward, None for no limit. Set where prompts of
     drafts are fed a little at a time."""
@@ -99,7 +101,7 @@ class RowFeed:
     def start(self, view: RankView, proposer: Any) -> None:
         """Begin with the rows of `view.unfinished`, in their order. proposer: see `RolloutPlan`."""
         self.engine = view.engine
-        self.engine.add(list(view.unfinished))
+        self.engine.add(list(view.unfinished.values()))
 
     def advance(self, finished: Iterable[Row] = ()) -> list[Row]:
         """Return complete rows. finished: rows that the engine has just returned."""
@@ -122,7 +124,7 @@ class RolloutPlan:
 
     table: RowTable
     rows: dict[int, Row]
-    """Rows of this rank by their index in the table, in admission order."""
+    """Rows of this rank by number, in admission order."""
     params: SamplingParams
     step: int | None = None
     """Number of the step; None in an evaluation."""

@@ -17,8 +17,7 @@ from bubblespec.config import Config
 from bubblespec.data.schedule import StepSchedule
 from bubblespec.distributed.ranks import Ranks
 from bubblespec.draft.proposer import Proposer
-from bubblespec.draft.sources import History
-from bubblespec.draft.store import DraftStore, exchange
+from bubblespec.draft.store import TextStore, exchange
 from bubblespec.engine.batch import SamplingParams
 from bubblespec.engine.engine import Engine
 from bubblespec.errors import RewardsFailed
@@ -75,9 +74,9 @@ class Sampler:
     reward_weights: list[float]
     """Weights of the reward functions, in their order."""
     stats: RunStats
-    store: DraftStore
+    store: TextStore
     """Drafts of coming steps."""
-    history: History
+    history: TextStore
     """Responses of earlier epochs."""
     proposer: Proposer | None = None
     """Source of draft tokens; None without draft sources and tail batching."""
@@ -155,7 +154,7 @@ class Sampler:
         return plan
 
     def prepare(
-        self, launch: Launch, step: int | None, store: DraftStore, without: frozenset[str]
+        self, launch: Launch, step: int | None, store: TextStore, without: frozenset[str]
     ) -> RolloutPlan:
         """Return a plan with the row table, this rank's rows in admission order, and the scoring.
 
@@ -303,9 +302,9 @@ class Sampler:
         """Learn lengths, and keep the history, of a step's samples. rewards: [S]."""
         self.stats.observe_samples(samples)
         if self.matches_texts:
-            for index, tokens in enumerate(samples.tokens):
-                uid = samples.prompt_of(index).uid
-                self.history.add(uid, tokens, float(np.nan_to_num(rewards[index], nan=-np.inf)))
+            known = np.nan_to_num(rewards, nan=-np.inf).tolist()
+            for sample, tokens, reward in zip(samples.ids, samples.tokens, known, strict=True):
+                self.history.put(sample, Draft(tokens, True, reward=reward))
 
     def combined(self, rewards: np.ndarray, lengths: np.ndarray) -> np.ndarray:
         """Return weighted rewards plus the overlong penalty, float64 [S]; NaN without a reward.

@@ -54,7 +54,7 @@ class RowTable:
         """Create the empty row of a sample."""
         place, number = divmod(index, self.launch.num_generations)
         group = self.launch.groups[place]
-        return Row(group.sample(number), group.prompt.token_ids, max_new_tokens)
+        return Row(group.sample(number), group.prompt.token_ids, max_new_tokens, number=index)
 
     def note(self, index: int, generated: int, is_finished: bool) -> None:
         """Set the length of a row of this rank."""

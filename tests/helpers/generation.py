@@ -59,7 +59,7 @@ def make_prompts(count: int, longest: int = 40) -> list[tuple[int, ...]]:
 
 def make_rows(prompts, num_generations: int, max_new_tokens: int = 30) -> list[Row]:
     return [
-        Row(SampleId(100 + u, 3, j), p, max_new_tokens)
+        Row(SampleId(100 + u, 3, j), p, max_new_tokens, number=u * num_generations + j)
         for u, p in enumerate(prompts)
         for j in range(num_generations)
     ]

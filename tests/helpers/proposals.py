@@ -4,12 +4,14 @@ agrees with a given truth."""
 import numpy as np
 
 from bubblespec.draft.proposer import Proposer, make_proposer
-from bubblespec.draft.sources import DraftSource, History, OwnDrafts, Proposals
+from bubblespec.draft.sources import DraftSource, Proposals, TextMatches
+from bubblespec.draft.store import TextStore
 from bubblespec.engine.arrays import packed, unpacked
 from bubblespec.planner.costs import CostModel
 from bubblespec.types import Draft, Row, SampleId
 from tests.helpers.clocks import Clock
 from tests.helpers.planning import cost_of
+from tests.helpers.suffix import texts_of
 
 STEP = 5
 
@@ -20,20 +22,23 @@ def cost(a: float = 1.0, b: float = 1e-6, c: float = 1e-6) -> CostModel:
 
 def make(method: str = "bubble+suffix", always=True, costs=None, history=None) -> Proposer:
     options = {"has_drafts": "bubble" in method, "always": always, "clock": Clock()}
-    parts = method.split("+"), history or History(1000), costs or cost()
+    parts = method.split("+"), history or TextStore(1000), costs or cost()
     proposer = make_proposer(*parts, **options)
     proposer.begin()
     return proposer
 
 
 def drafts_and(source: DraftSource) -> Proposer:
-    proposer = Proposer([OwnDrafts(), source], cost(), always=True, clock=Clock())
+    proposer = Proposer(
+        [TextMatches(TextStore(0), False), source], cost(), always=True, clock=Clock()
+    )
     proposer.begin()
     return proposer
 
 
-def row(sample: int = 0, visit: int = STEP, uid: int = 70, tokens=()) -> Row:
-    return Row(SampleId(uid, visit, sample), (1, 2, 3), 500, np.array(tokens, np.int64))
+def row(sample: int = 0, visit: int = STEP, uid: int = 70, tokens=(), number=None) -> Row:
+    number, tokens = sample if number is None else number, np.array(tokens, np.int64)
+    return Row(SampleId(uid, visit, sample), (1, 2, 3), 500, tokens, number=number)
 
 
 def draft(tokens, version: int = 4) -> Draft:
@@ -90,10 +95,10 @@ class Guesses(DraftSource):
 
     def propose(self, numbers, limits) -> Proposals:
         names = [self.tracked.rows[number].id for number in numbers]
-        lengths = [len(self.gained[name]) for name in names]
+        known = [self.gained[name] for name in names]
         self.asked.append(names)
-        assert (limits > 0).all() and lengths == self.tracked.num_gained[numbers].tolist()
-        places = zip(names, lengths, limits, strict=True)
+        assert (limits > 0).all() and known == texts_of(self.tracked.texts, numbers)
+        places = zip(names, map(len, known), limits, strict=True)
         rest = [self.guesses.get(name, [])[n : n + limit] for name, n, limit in places]
         tokens, counts = packed([np.array(tokens, np.int64) for tokens in rest])
         return Proposals(tokens, counts.cumsum() - counts, counts, np.zeros_like(counts))

@@ -11,8 +11,7 @@ import transformers
 
 from bubblespec.distributed.ranks import Ranks
 from bubblespec.draft.proposer import Proposer, make_proposer
-from bubblespec.draft.sources import History
-from bubblespec.draft.store import DraftStore
+from bubblespec.draft.store import TextStore
 from bubblespec.engine.batch import SamplingParams
 from bubblespec.engine.engine import Engine
 from bubblespec.engine.model_checks import prepare_model
@@ -27,7 +26,7 @@ from bubblespec.tools.simulate.world import SimulatedRanks
 from bubblespec.types import Draft, Group, Load, Prompt, Row, SampleId
 from tests.helpers.clocks import Clock, forward_seconds
 from tests.helpers.models import VOCAB, small_config
-from tests.helpers.rows import loop_of, make_rows
+from tests.helpers.rows import loop_of, make_rows, numbered
 
 SEED = 5
 PARAMS = SamplingParams(temperature=0.9, stop_token_ids=(5, 11, 20, 33))
@@ -165,10 +164,10 @@ class World:
     def __init__(self, model, num_slots: int, board, method="bubble+suffix"):
         self.board, clock = board, board.ranks.clock
         self.proposer = make_proposer(
-            method.split("+"), History(10**6), fixed_cost(), has_drafts=True, clock=clock
+            method.split("+"), TextStore(10**6), fixed_cost(), has_drafts=True, clock=clock
         )
         runner = ModelRunner(model, num_slots, MAX_LENGTH, SEED, max_num_batched_tokens=256)
-        self.engine, self.store = Engine(runner), DraftStore(10**6)
+        self.engine, self.store = Engine(runner), TextStore(10**6)
 
     def plans(self, coming, prompts=PROMPTS, num_generations: int = 2) -> list[Job]:
         """All that is left to draft of some coming steps, in order."""
@@ -185,7 +184,7 @@ class World:
     ) -> tuple[RolloutRecord, dict[SampleId, Draft]]:
         """Drafts ahead unless `plans` is None. Returns also the drafts that were made."""
         self.proposer.begin()
-        for row in rows:
+        for row in numbered(rows).values():
             draft = drafts[row.id] if drafts and row.id in drafts else self.store.get(row.id)
             row.draft = draft
             self.proposer.track(row, step)

@@ -48,7 +48,14 @@ def loop_of(
     owners = np.full(MOST_ROWS, -1)
     owners[: len(rows)] = ranks.rank
     table = RowTable(launch_of([], 0), owners, ranks.rank)
-    return loop_over(engine, ranks, params, dict(enumerate(rows)), table, **fields)
+    return loop_over(engine, ranks, params, numbered(rows), table, **fields)
+
+
+def numbered(rows: list[Row]) -> dict[int, Row]:
+    """Rows by the numbers that they get here."""
+    for number, row in enumerate(rows):
+        row.number = number
+    return dict(enumerate(rows))
 
 
 def loop_over(

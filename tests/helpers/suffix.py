@@ -2,9 +2,25 @@
 
 import numpy as np
 
-from bubblespec.draft.suffix import HISTORY, HISTORY_OWNER, PROMPT_OWNER, SELF, SuffixIndex
+from bubblespec.draft.suffix import (
+    HISTORY,
+    HISTORY_OWNER,
+    LIVE,
+    MAX_MATCH,
+    NOTHING,
+    PROMPT_OWNER,
+    SELF,
+    SuffixIndex,
+)
 
 CAPACITY = 1000  # tokens of a row
+
+
+def texts_of(index: SuffixIndex, rows) -> list[list[int]]:
+    """Tokens of rows so far."""
+    live = index.rows[rows, LIVE]
+    ends = zip((index.begin[live] + MAX_MATCH).tolist(), index.end[live].tolist(), strict=True)
+    return [index.text[begin:end].tolist() for begin, end in ends]
 
 
 class GroupIndex:
@@ -20,14 +36,12 @@ class GroupIndex:
         if len(prompt):
             self.index.add_texts([np.array(prompt)], 0, [PROMPT_OWNER], [SELF])
 
-    def row(self, sample: int) -> int:
+    def row(self, sample: int, draft: np.ndarray = NOTHING) -> int:
         if sample not in self.rows:
-            self.rows[sample] = self.index.add_row(0, sample, CAPACITY)
+            self.rows[sample] = len(self.rows)
+            self.index.add_row(self.rows[sample], 0, sample, CAPACITY, draft)
             self.index.start_indexing(self.rows[sample])
         return self.rows[sample]
-
-    def add_draft(self, sample: int, tokens: np.ndarray) -> None:
-        self.index.add_draft(self.row(sample), tokens)
 
     def extend(self, sample: int, tokens: np.ndarray) -> None:
         self.index.extend(np.array([self.row(sample)]), tokens, np.array([len(tokens)]))

@@ -100,7 +100,7 @@ class Episodes(RowFeed):
         view.record.extras[NAME] = self.counts
         if self.runs_drafts:
             view.begin = partial(self.begin, is_own=False)
-        for row in view.unfinished:
+        for row in view.unfinished.values():
             self.begin(row)
 
     def begin(self, row: Row, *, is_own: bool = True) -> None:

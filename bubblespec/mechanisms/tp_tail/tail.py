@@ -11,7 +11,7 @@ Shape legend: R rows of all ranks, n positions of one rank's rows, P ranks.
 """
 
 import contextlib
-from collections.abc import Callable, Container
+from collections.abc import Callable, Collection, Container
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from bubblespec.distributed.ranks import Ranks
-from bubblespec.draft.proposer import Proposer
+from bubblespec.draft.proposer import Proposer, fill, numbers_of
 from bubblespec.engine.arrays import median_s, ragged, to_device
 from bubblespec.engine.batch import SamplingParams
 from bubblespec.engine.engine import Engine
@@ -137,11 +137,11 @@ class TPTail(Mechanism):
         own_engine, proposer, record = loop.engine, loop.proposer, loop.record
         unfinished, began_s = loop.unfinished, clock.perf_counter()
         own_engine.collect()
-        rows = gather_rows({i: row for row, i in unfinished.items()}, loop.table, ranks)
+        rows = gather_rows(unfinished, loop.table, ranks)
         if rows:  # otherwise all have ended since the tick
             self._insert([rows[index] for index in sorted(rows)], unfinished, own_engine)
         for row in [*own_engine.queue, *own_engine.rows[::-1]]:
-            if row in unfinished:
+            if row.number in unfinished:
                 own_engine.drop(row)
         if not rows:
             return
@@ -161,17 +161,17 @@ class TPTail(Mechanism):
                 assert load is not None, "the engine is not idle"
                 record.shared_forwards.append(loop.record_of(load, step_s, own_rows, 0))
                 for row in finished:
-                    if row in unfinished:
+                    if row.number in unfinished:
                         loop.finish(row)
         engine.collect()
         engine.reset()  # memory and graphs stay: capturing may take as long as the tail saves
         record.shared.append(Span("shared", began_s, clock.perf_counter()))
 
-    def _insert(self, rows: list[Row], own: Container[Row], own_engine: Engine) -> None:
+    def _insert(self, rows: list[Row], own: Container[int], own_engine: Engine) -> None:
         """Insert the rows of all ranks, with the keys and values that their ranks have."""
         engine, place = self.engine, enumerate(own_engine.rows)
-        slots = {row: slot for slot, row in place if row in own}
-        slot = np.array([slots.get(row, -1) for row in rows])
+        slots = {row.number: slot for slot, row in place if row.number in own}
+        slot = np.array([slots.get(row.number, -1) for row in rows])
         latest = own_engine.length[slot] - 1 - self.tokens_fed_again
         kept = np.where(slot >= 0, np.minimum(own_engine.cached[slot], latest).clip(0), 0)
         source, target = (cast(ModelRunner, of.runner) for of in (own_engine, engine))
@@ -191,27 +191,27 @@ class OwnersPropose:
     Windows are of all ranks' rows together, as one forward verifies them."""
 
     def __init__(
-        self, proposer: Proposer, own_rows: Container[Row], gather: Callable, engine: Engine, cost
+        self, proposer: Proposer, own_rows: Collection[int], gather: Callable, engine: Engine, cost
     ):
-        """gather: `Ranks.gather`, between two forwards; engine: that has the rows.
+        """own_rows: numbers; gather: `Ranks.gather`, between two forwards; engine: has the rows.
 
         cost: of its forwards, the same on all ranks; None: the first rank plans by its own."""
         self.proposer, self.own_rows, self.gather, self.cost = proposer, own_rows, gather, cost
-        # Of all sources of this engine, paused or not: all ranks must launch the same forwards.
+        # Of all sources of this engine, used or not: all ranks must launch the same forwards.
         self.needs_results = any(of.needs_results and of.serves(engine) for of in proposer.sources)
 
     def propose(self, rows: list[Row], lengths, room, budget, ahead):
         """See `Proposer`; drafts are exchanged in one size on all ranks."""
-        own, found = self._own(rows), None
+        numbers, found = numbers_of(rows), None
+        own = self._own(numbers)
         drafts = np.full((len(rows), 1 + MAX_DRAFT_TOKENS), -1)  # behind the chance of the first
         room = np.minimum(room, MAX_DRAFT_TOKENS - ahead)
         if len(own):
-            of_own = [rows[i] for i in own], lengths[own], room[own], budget, ahead[own]
-            found = self.proposer.find(*of_own)
+            found = self.proposer.find(numbers[own], room[own], budget, ahead[own])
         if found is not None:
-            tokens, counts = self.proposer.tokens_of(found, found.available)
+            tokens, counts = fill(found, found.count, ahead[own])
             row, offset = ragged(counts)
-            drafts[own, 0] = CHANCES * found.chance
+            drafts[own, 0] = CHANCES * self.proposer.survival.estimates[found.kind]
             fits = offset < (room + ahead)[own[row]]
             drafts[own[row[fits]], 1 + offset[fits]] = tokens[fits]
         chances, drafts = np.split(self.gather(drafts).max(axis=0), [1], axis=1)
@@ -222,21 +222,19 @@ class OwnersPropose:
             windows = choose_windows(chance, windows, cost, positions, budget=budget)
             if self.cost is None:
                 windows = self.gather(windows)[0]
-            if found is not None:
-                self.proposer.pause_dear(found, windows[own])
         count = np.where(windows > 0, windows + ahead, 0)
         return drafts[np.arange(MAX_DRAFT_TOKENS) < count[:, None]], count
 
     def observe(self, rows: list[Row], tokens, num_gained, num_draft, num_accepted) -> None:
         """See `Proposer`; own rows only."""
-        own = self._own(rows)
+        own = self._own(numbers_of(rows))
         if len(own):
             tokens = tokens[np.isin(ragged(num_gained)[0], own)]
             counts = (of[own] for of in (num_gained, num_draft, num_accepted))
             self.proposer.observe([rows[i] for i in own], tokens, *counts)
 
-    def _own(self, rows: list[Row]) -> np.ndarray:
-        return np.array([i for i, row in enumerate(rows) if row in self.own_rows], np.int64)
+    def _own(self, numbers: np.ndarray) -> np.ndarray:
+        return np.isin(numbers, list(self.own_rows)).nonzero()[0]
 
 
 def add_needs(needs: Needs, run: Run) -> Needs:
