@@ -1,21 +1,24 @@
 """Predictions of a rollout's rows, and of the forwards that they need.
 
 A length is uncertain: it is log-logistic with a given mean and spread, which has the heavy tail of
-response lengths and a survival function in closed form. A draft with the row's own noise holds up
-to its first mismatch. The chance of a mismatch is measured (`AcceptanceRates`), so the number of
-forwards of a drafted row has a distribution too.
+response lengths and quantiles in closed form. A draft with the row's own noise holds up to its
+first mismatch, whose chance is measured (`AcceptanceRates`). So a rollout is played in N scenarios,
+each with one quantile of every row's length and of its first mismatch, the same on every rank.
 
-Shape legend: S rows, T points in time, counted in forwards.
+Shape legend: S rows, N scenarios.
 """
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
 
 TYPICAL_WINDOW = 8.0  # draft tokens that a row verifies in one forward
-MIN_RELATIVE_SPREAD = 0.02  # least of a length that is not that of a whole draft
-NUM_POINTS = 64
+# Scenarios of a rollout: as many as make up this many rows, as errors of few rows do not cancel.
+NUM_PLAYED, LEAST_SCENARIOS, MOST_SCENARIOS = 2048, 8, 64
+EVENLY = np.array([0.6180339887, 0.7548776662])  # multiples of these fill 0 to 1 evenly
+NUM_QUANTILES = 64  # of a length, for its mean
 # Counts before acceptance has been measured: [tried, accepted] before the first mismatch, and
 # [gained, given by the draft] behind it.
 PRIOR_COUNTS = np.array([[100.0, 99.95], [100.0, 10.0]])
@@ -28,14 +31,6 @@ class AcceptanceRates(NamedTuple):
     """Hazard before a mismatch, above 0: -log of the chance that the next token is accepted."""
     after: float
     """Share of the tokens behind the first mismatch that the draft still gives."""
-
-    def reaches(self, position: np.ndarray) -> np.ndarray:
-        """Return the chance that a draft holds for this many tokens, float64 like `position`."""
-        return np.exp(-self.hazard * position)
-
-    def accepted(self, drafted: np.ndarray) -> np.ndarray:
-        """Return expected tokens before the first mismatch of `drafted` ones, float64 [S]."""
-        return -np.expm1(-self.hazard * drafted) / self.hazard
 
 
 def acceptance_rates(counts: np.ndarray) -> AcceptanceRates:
@@ -74,61 +69,47 @@ class Rows:
         return Rows(**{name: column[chosen] for name, column in vars(self).items()})
 
 
-def length_survival(mean: np.ndarray, spread: np.ndarray, tokens: np.ndarray) -> np.ndarray:
-    """Return the chance that lengths are above `tokens`; arguments broadcast."""
+@lru_cache
+def _quantiles(num_rows: int) -> np.ndarray:
+    """Return quantiles of each row's length and first mismatch, float64 [2, N, num_rows].
+
+    One row has N evenly spaced ones in a fixed random order; all rows together are as even, so that
+    few scenarios have the right share of long rows."""
+    num = min(max(NUM_PLAYED // num_rows, LEAST_SCENARIOS), MOST_SCENARIOS)
+    order = np.random.Generator(np.random.Philox(key=0)).random((num_rows, 2, num)).argsort(axis=2)
+    offset = (np.arange(num_rows)[:, None] + 0.5) * EVENLY % 1.0
+    return ((order + offset[:, :, None]) / num).transpose(1, 2, 0)
+
+
+def length_beyond(
+    mean: np.ndarray, spread: np.ndarray, tokens: np.ndarray, quantile: np.ndarray
+) -> np.ndarray:
+    """Return a quantile of the lengths above `tokens`; arguments broadcast."""
     mean = np.maximum(mean, 1.0)
-    variance = np.log1p(np.maximum(spread / mean, MIN_RELATIVE_SPREAD) ** 2)
+    variance = np.log1p(np.maximum(spread / mean, 1e-12) ** 2)
     log_median, shape = np.log(mean) - variance / 2, np.pi / np.sqrt(3.0 * variance)
-    exponent = shape * (np.log(np.maximum(tokens, 1e-3)) - log_median)
-    return 1.0 / (1.0 + np.exp(np.clip(exponent, -60.0, 60.0)))
+    log_odds = shape * (np.log(np.maximum(tokens, 1e-3)) - log_median)
+    log_odds = np.logaddexp(np.log(quantile), log_odds) - np.log1p(-quantile)
+    longest = np.maximum(mean + 4.0 * spread, 1.5 * tokens)
+    return np.clip(np.exp(log_median + log_odds / shape), tokens + (spread > 0.0), longest)
 
 
 def mean_length_beyond(mean: np.ndarray, spread: np.ndarray, tokens: np.ndarray) -> np.ndarray:
     """Return the expected length of unfinished responses with `tokens`, float64 [S]."""
-    reach = np.maximum(mean + 6.0 * spread, 3.0 * tokens + 8.0) - tokens
-    steps = (np.arange(NUM_POINTS) + 0.5) / NUM_POINTS
-    beyond = tokens[:, None] + reach[:, None] * steps
-    column = (mean[:, None], spread[:, None])
-    left = length_survival(*column, beyond).mean(axis=1) * reach
-    return tokens + left / np.maximum(length_survival(mean, spread, tokens), 1e-12)
+    quantile = (np.arange(NUM_QUANTILES) + 0.5) / NUM_QUANTILES
+    return length_beyond(mean, spread, tokens, quantile[:, None]).mean(axis=0)
 
 
-def forwards_horizon(rows: Rows) -> float:
-    """Return the forwards after which almost no row is unfinished."""
-    longest = np.maximum(rows.expected + 4.0 * rows.spread, 1.5 * rows.generated) - rows.generated
-    return float(longest.max(initial=1.0))
+def forwards_of(rows: Rows, rates: AcceptanceRates, drafted: np.ndarray) -> np.ndarray:
+    """Return the forwards that each row still needs in N scenarios, float64 [..., N, S].
 
-
-def forwards_survival(rows: Rows, rates: AcceptanceRates, points: np.ndarray) -> np.ndarray:
-    """Return the chance that each row is unfinished after this many more forwards, float64 [S, T].
-
-    points: float64 [T] or [S, T], forwards."""
-    points = np.broadcast_to(points, (len(rows), points.shape[-1]))
-    known = np.maximum(rows.generated, rows.drafted)[:, None]
-    in_draft = np.maximum(rows.drafted - rows.generated, 0.0)
-    right = rates.accepted(in_draft)
-    of_draft = right / TYPICAL_WINDOW + (1.0 - rates.after) * (in_draft - right)
-    tokens = known + np.maximum(points - of_draft[:, None], 0.0)
-    column = (rows.expected[:, None], rows.spread[:, None])
-    survival = length_survival(*column, tokens) / length_survival(*column, known)
-    survival = np.where(points < of_draft[:, None], 1.0, survival)
-    is_whole = (in_draft > 0) & (rows.spread == 0.0)
-    if is_whole.any():
-        survival[is_whole] = _whole_draft_survival(in_draft[is_whole], rates, points[is_whole])
-    return survival
-
-
-def _whole_draft_survival(
-    drafted: np.ndarray, rates: AcceptanceRates, points: np.ndarray
-) -> np.ndarray:
-    """Return `forwards_survival` of rows with a finished draft, float64 [S, T].
-
-    With a mismatch at token u they need u / TYPICAL_WINDOW + (1 - after) (drafted - u)
-    forwards."""
-    slowest = (1.0 - rates.after) * drafted[:, None]
-    slope = (1.0 - rates.after) - 1.0 / TYPICAL_WINDOW
-    fastest = drafted[:, None] / TYPICAL_WINDOW
-    if slope <= 0.0:
-        return (points < fastest).astype(np.float64)
-    mismatch = np.clip((slowest - points) / slope, 0.0, drafted[:, None])
-    return np.where(points < fastest, 1.0, 1.0 - rates.reaches(mismatch))
+    drafted: float64 [..., S], tokens of its draft in the rollout, inf for all of its response; of
+    `rows.drafted` ones it is known that the response is at least as long."""
+    length, mismatch = _quantiles(len(rows))[..., (-rows.expected).argsort().argsort()]
+    known = np.maximum(rows.generated, rows.drafted)
+    length = length_beyond(rows.expected, rows.spread, known, length)
+    in_draft = np.minimum(drafted[..., None, :], length) - rows.generated
+    in_draft = np.maximum(in_draft, 0.0)
+    right = np.minimum(-np.log1p(-mismatch) / rates.hazard, in_draft)
+    behind = max(1.0 - rates.after, 1.0 / TYPICAL_WINDOW) * (in_draft - right)
+    return length - rows.generated - in_draft + right / TYPICAL_WINDOW + behind
