@@ -7,16 +7,16 @@ import pytest
 
 from bubblespec.planner.costs import CostModel, play, rollout_seconds
 from bubblespec.planner.drafts import draft_value
-from bubblespec.planner.lengths import LengthModel
-from bubblespec.planner.prices import Prices
-from bubblespec.planner.rows import (
+from bubblespec.planner.lengths import (
     TYPICAL_WINDOW,
     AcceptanceRates,
+    LengthModel,
     Rows,
     acceptance_rates,
     forwards_of,
     mean_length_beyond,
 )
+from bubblespec.planner.prices import Prices
 from bubblespec.planner.stats import seconds_in_turn
 from bubblespec.types import Launch, Load
 from tests.helpers.planning import (

@@ -4,7 +4,7 @@ Placement, drafting, the TP tail and the guard all use these estimates."""
 
 import numpy as np
 
-from bubblespec.planner.rows import AcceptanceRates, Rows, acceptance_rates, forwards_of
+from bubblespec.planner.lengths import AcceptanceRates, Rows, acceptance_rates, forwards_of
 from bubblespec.types import Load
 
 SLOWEST = 5.0  # times the predicted seconds; a slower forward was interrupted

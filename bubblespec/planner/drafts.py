@@ -6,16 +6,14 @@ the best of 0, 1, 2, ... by the expected seconds of the coming rollout.
 """
 
 import math
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Hashable, Iterator
 from typing import NamedTuple
 
 import numpy as np
 
 from bubblespec.planner.costs import CostModel, play
-from bubblespec.planner.jobs import Job
-from bubblespec.planner.lengths import LengthModel
+from bubblespec.planner.lengths import AcceptanceRates, LengthModel, Rows
 from bubblespec.planner.prices import Prices
-from bubblespec.planner.rows import AcceptanceRates, Rows
 from bubblespec.types import Draft, Group, SampleId
 
 MAX_LOOKAHEAD = 8
@@ -27,6 +25,21 @@ MIN_RETURN = 1.25
 MAX_COUNTS = 9  # numbers of drafts of one step that are compared
 # Cost of co-scheduled drafts, relative to the rollout, while no draft of the run has been verified.
 UNVERIFIED_SHARE = 0.15
+
+
+class Job(NamedTuple):
+    """A piece of idle work that a rank could do."""
+
+    key: Hashable
+    """Key of the piece in its task; for a draft its `SampleId`."""
+    saves_s: float
+    """Predicted seconds saved of the run's wall time; 0 where nothing is known yet."""
+    costs_s: float
+    """Predicted seconds of work; free where the rank waits."""
+    co_scheduled: bool
+    """Whether the job is worth slowing down a rank's own rows."""
+    prompt: tuple[int, ...] = ()
+    """Prompt of a draft."""
 
 
 class DraftPlan(NamedTuple):

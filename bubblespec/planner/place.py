@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 
 from bubblespec.planner.costs import CostModel, rollout_seconds
-from bubblespec.planner.rows import TYPICAL_WINDOW, AcceptanceRates, Rows
+from bubblespec.planner.lengths import TYPICAL_WINDOW, AcceptanceRates, Rows
 from bubblespec.types import Launch
 
 # Share by which ranks must end sooner for groups to be split whose rows match each other's tokens.

@@ -12,9 +12,8 @@ import numpy as np
 from bubblespec.distributed.ranks import Ranks
 from bubblespec.planner.costs import CHAIN_ROWS, KNOTS, CostModel, rollout_seconds
 from bubblespec.planner.guard import COPY, DRAFTS, Guards
-from bubblespec.planner.lengths import LengthModel
+from bubblespec.planner.lengths import LengthModel, Rows
 from bubblespec.planner.prices import Counts, PriceModel, counts_of
-from bubblespec.planner.rows import Rows
 from bubblespec.planner.survival import Survival
 from bubblespec.records import RolloutRecord
 from bubblespec.samples import Samples

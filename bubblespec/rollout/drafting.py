@@ -17,9 +17,8 @@ from bubblespec.distributed.ranks import Ranks
 from bubblespec.draft.proposer import Proposer
 from bubblespec.draft.store import DraftStore, exchange
 from bubblespec.planner.costs import CostModel
-from bubblespec.planner.drafts import choose_lookahead, plan_drafts
+from bubblespec.planner.drafts import Job, choose_lookahead, plan_drafts
 from bubblespec.planner.guard import DRAFTS
-from bubblespec.planner.jobs import Job
 from bubblespec.rollout.plan import LEAST_S, Mechanism, RankView, RolloutPlan
 from bubblespec.rollout.sampler import Sampler
 from bubblespec.types import Draft, Row, SampleId

@@ -31,7 +31,7 @@ from bubblespec.mechanisms.tp_tail.shards import ShardedForward, TPGroup, TPUnsu
 from bubblespec.memory import Needs, kv_bytes, max_length
 from bubblespec.planner.costs import CostModel, play
 from bubblespec.planner.guard import DRAFTS
-from bubblespec.planner.rows import Rows
+from bubblespec.planner.lengths import Rows
 from bubblespec.planner.windows import choose_windows
 from bubblespec.records import Span, StepRecord, total_s
 from bubblespec.rollout.board import RankState
