@@ -13,7 +13,7 @@ from bubblespec.draft.store import TextStore
 from bubblespec.engine.engine import Engine
 from bubblespec.mechanisms.drafter.training import LITTLE_S, MAX_SHARE, TrainDrafter
 from bubblespec.mechanisms.stream_gradients import StreamGradients
-from bubblespec.planner.jobs import Job
+from bubblespec.planner.drafts import Job
 from bubblespec.records import ForwardRecord, IdleUse, RolloutRecord, Span
 from bubblespec.rollout.drafting import MAX_IDLE_FORWARDS, DraftAhead, assign
 from bubblespec.rollout.plan import LocalWork, RankView

@@ -16,9 +16,9 @@ from bubblespec.planner.drafts import (
     draft_value,
     plan_drafts,
 )
+from bubblespec.planner.lengths import Rows, acceptance_rates
 from bubblespec.planner.place import admission_order, place, up_to_cutoff
 from bubblespec.planner.prices import suggested_prices
-from bubblespec.planner.rows import Rows, acceptance_rates
 from bubblespec.planner.windows import LEVELS, MIN_GAIN, WINDOWS, choose_windows
 from bubblespec.types import Launch
 from tests.helpers.planning import (

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from bubblespec.planner.rows import acceptance_rates
+from bubblespec.planner.lengths import acceptance_rates
 from bubblespec.planner.survival import ALIGNED, FORGETTING, MEMORY, PRIOR_WEIGHT, Survival
 
 KINDS, PRIORS = [(ALIGNED, 1), (ALIGNED, 2), ("own", 3)], [0.9, 0.9, 0.5]

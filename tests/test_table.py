@@ -6,7 +6,7 @@ import itertools
 import numpy as np
 import pytest
 
-from bubblespec.planner.rows import Rows
+from bubblespec.planner.lengths import Rows
 from bubblespec.rollout.table import NO_LIMIT, RowTable
 from bubblespec.types import Group, Launch, Prompt
 

@@ -27,8 +27,8 @@ from bubblespec.mechanisms.tp_tail.tail import (
     make,
 )
 from bubblespec.planner.costs import KNOTS, CostModel
+from bubblespec.planner.lengths import Rows
 from bubblespec.planner.place import place_in_turn
-from bubblespec.planner.rows import Rows
 from bubblespec.planner.stats import RunStats
 from bubblespec.planner.survival import ALIGNED
 from bubblespec.planner.windows import choose_windows

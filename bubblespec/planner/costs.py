@@ -4,15 +4,7 @@ Placement, drafting and the TP tail use these estimates."""
 
 import numpy as np
 
-from bubblespec.planner.rows import (
-    NUM_POINTS,
-    TYPICAL_WINDOW,
-    AcceptanceRates,
-    Rows,
-    acceptance_rates,
-    forwards_horizon,
-    forwards_survival,
-)
+from bubblespec.planner.lengths import AcceptanceRates, Rows, acceptance_rates, forwards_of
 from bubblespec.types import Load
 
 SLOWEST = 5.0  # times the predicted seconds; a slower forward was interrupted
@@ -170,98 +162,68 @@ def _moments(observed: np.ndarray, forgetting: float) -> np.ndarray:
     return np.concatenate((weighted.T @ x, weighted.sum(axis=0)[:, None]), axis=1)
 
 
+def play(
+    rows: Rows,
+    cost: CostModel,
+    num_slots: int,
+    rates: AcceptanceRates = NO_DRAFTS,
+    rank_of: np.ndarray | None = None,
+    drafted: np.ndarray | None = None,
+) -> np.ndarray:
+    """Return the seconds of each rank's decoding in N scenarios, float64 [..., N, ranks].
+
+    Each rank admits its rows most forwards first. rank_of: int64 [S], None for one rank; drafted:
+    see `forwards_of`, None for the drafts that rows have. Their tokens cost nothing here.
+    """
+    of_row = np.zeros(len(rows), np.int64)
+    if rank_of is not None:
+        of_row = np.unique(rank_of, return_inverse=True)[1]
+    forwards = forwards_of(rows, rates, rows.drafted if drafted is None else drafted)
+    num_rows = np.bincount(of_row)
+    most = int(num_rows.max())
+    # Ranks with fewer rows than others also have rows of no forwards, which come last.
+    forwards = np.concatenate((forwards, np.zeros_like(forwards[..., :1])), axis=-1)
+    row = np.full((len(num_rows), most), len(rows))
+    row[np.arange(most) < num_rows[:, None]] = of_row.argsort(kind="stable")
+    ends = forwards[..., row]
+    if most > num_slots:
+        order = (-ends.mean(axis=-3, keepdims=True)).argsort(axis=-1, kind="stable")
+        ends = np.take_along_axis(ends, order, axis=-1)
+        flat = ends.reshape(-1, most)
+        slots, each = flat[:, :num_slots].copy(), np.arange(len(flat))
+        for waiting in range(num_slots, most):
+            free = slots.argmin(axis=1)
+            flat[:, waiting] += slots[each, free]
+            slots[each, free] = flat[:, waiting]
+        ends = flat.reshape(ends.shape)
+    # Slots are full while rows wait, so ends alone tell how many rows are active.
+    active = np.minimum(np.arange(most, 0, -1.0), num_slots)
+    context = rows.prompt_tokens + (rows.expected + rows.generated) / 2
+    context = np.bincount(of_row, context) / num_rows
+    forward_s = cost.seconds(active, active, 0.0, active * context[:, None])
+    return (np.diff(np.sort(ends, axis=-1), axis=-1, prepend=0.0) * forward_s).sum(axis=-1)
+
+
 def rollout_seconds(
     rows: Rows,
     cost: CostModel,
     num_slots: int,
     rates: AcceptanceRates = NO_DRAFTS,
-    num_ranks: int = 1,
+    rank_of: np.ndarray | None = None,
 ) -> float:
-    """Return expected seconds in which one engine generates these rows, longest first.
+    """Return expected seconds in which ranks generate these rows, up to the last one's end.
 
-    Rows end independently; their number at each point in time determines the cost of a forward.
-    With several ranks each has an equal share of the rows, and all end with the last one.
-    """
+    That is decoding, see `play`, and prompts, generated and draft tokens, which are fed once."""
     if len(rows) == 0:
         return 0.0
-    points, width = time_points(rows, num_ranks * num_slots)
-    survival = forwards_survival(rows, rates, points)
-    active, none_left = _admit(survival, num_ranks * num_slots)
-    load = mean_load(rows)
-    course_s = seconds_of_course(active / num_ranks, none_left, width, cost, len(rows), load)
-    return float(course_s) + prefill_seconds(rows, cost)
+    rank_of = np.zeros(len(rows), np.int64) if rank_of is None else rank_of
+    fed_s = float(cost.coefficients[2]) * tokens_fed(rows, rank_of)
+    return float((play(rows, cost, num_slots, rates, rank_of) + fed_s).max(axis=-1).mean())
 
 
-def _admit(survival: np.ndarray, num_slots: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the expected rows in slots, and the chance that none is left, by time, float64 [T].
-
-    The longest rows begin at once, each other row once half a slot is expected to be free.
-
-    survival: float64 [S, T], chance that each row is unfinished, from its own begin.
-    """
-    survival = survival[np.argsort(-survival.sum(axis=1), kind="stable")]
-    ended = np.log1p(-np.minimum(survival, 1.0 - 1e-12))
-    active, log_none = survival[:num_slots].sum(axis=0), ended[:num_slots].sum(axis=0)
-    begin, num_points = 0, survival.shape[1]
-    for row in range(num_slots, len(survival)):
-        begin += int(np.argmax(active[begin:] <= num_slots - 0.5))
-        active[begin:] += survival[row, : num_points - begin]
-        log_none[:begin] = -np.inf
-        log_none[begin:] += ended[row, : num_points - begin]
-    return active, np.exp(log_none)
-
-
-def time_points(rows: Rows, num_slots: int) -> tuple[np.ndarray, float]:
-    """Return the points in time of a rollout's evaluation, in forwards, and the steps between.
-
-    float64 [T] both."""
-    left = np.sort(np.maximum(rows.expected - rows.generated, 1.0))[::-1]
-    horizon = forwards_horizon(rows) + float(left[num_slots:].sum()) / num_slots
-    width = horizon / NUM_POINTS
-    return (np.arange(NUM_POINTS) + 0.5) * width, width
-
-
-def mean_load(rows: Rows) -> tuple[float, float]:
-    """Return a row's mean draft tokens per forward, and its mean key/value positions."""
-    in_draft = np.maximum(rows.drafted - rows.generated, 0.0)
-    decoded = np.maximum(rows.expected - np.maximum(rows.generated, rows.drafted), 0.0)
-    forwards = float((in_draft / TYPICAL_WINDOW + decoded).sum())
-    context = rows.prompt_tokens + (rows.expected + rows.generated) / 2
-    return float(in_draft.sum()) / max(forwards, 1.0), float(context.mean())
-
-
-def seconds_of_course(
-    active: np.ndarray,
-    none_left: np.ndarray,
-    width: float,
-    cost: CostModel,
-    num_slots: int,
-    load: tuple[float, float],
-) -> np.ndarray:
-    """Return expected seconds of rollouts, float64 [...].
-
-    active: float64 [..., T], expected unfinished rows at each point in time; none_left: float64
-    [..., T], chance that none is left; width: forwards between two points; load: `mean_load`. Rows
-    without a slot are served later: the work done by time t is the minimum, over all earlier times
-    s, of the work that has come by s plus what the slots can do from s to t (a queue's backlog,
-    Lindley 1952).
-    """
-    any_left = np.clip(1.0 - none_left, 1e-9, 1.0)
-    if (active > num_slots).any():
-        come = np.cumsum(active, axis=-1)
-        can = num_slots * np.arange(1, active.shape[-1] + 1)
-        before = np.minimum.accumulate(np.minimum(come - can, 0.0), axis=-1)
-        served = np.diff(can + before, axis=-1, prepend=0.0)
-        any_left = np.where(served > active, np.maximum(any_left, served / num_slots), any_left)
-        active = served
-    rows = np.maximum(active / any_left, 1.0)
-    draft_tokens, context = load
-    seconds = cost.seconds(rows, rows * (1.0 + draft_tokens), 0.0, rows * context)
-    return width * (any_left * seconds).sum(axis=-1)
-
-
-def prefill_seconds(rows: Rows, cost: CostModel) -> float:
-    """Return seconds of the prefill: each prompt once, and tokens that rows have already."""
-    _, first = np.unique(rows.group, return_index=True)
-    fed = float(rows.prompt_tokens[first].sum() + rows.generated.sum())
-    return float(cost.coefficients[2]) * fed
+def tokens_fed(rows: Rows, rank_of: np.ndarray) -> np.ndarray:
+    """Return by rank the tokens that are fed besides decoded ones: each prompt once per rank."""
+    _, ranks = np.unique(rank_of, return_inverse=True)
+    _, first = np.unique((ranks, rows.group), axis=1, return_index=True)
+    known = np.bincount(ranks, np.maximum(rows.generated, rows.drafted))
+    return known + np.bincount(ranks[first], rows.prompt_tokens[first])

@@ -6,22 +6,14 @@ the best of 0, 1, 2, ... by the expected seconds of the coming rollout.
 """
 
 import math
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Hashable, Iterator
 from typing import NamedTuple
 
 import numpy as np
 
-from bubblespec.planner.costs import CostModel, seconds_of_course, time_points
-from bubblespec.planner.jobs import Job
-from bubblespec.planner.lengths import LengthModel
+from bubblespec.planner.costs import CostModel, play
+from bubblespec.planner.lengths import AcceptanceRates, LengthModel, Rows
 from bubblespec.planner.prices import Prices
-from bubblespec.planner.rows import (
-    TYPICAL_WINDOW,
-    AcceptanceRates,
-    Rows,
-    forwards_survival,
-    length_survival,
-)
 from bubblespec.types import Draft, Group, SampleId
 
 MAX_LOOKAHEAD = 8
@@ -30,11 +22,24 @@ MIN_ACCEPTED_SHARE = 0.2  # older drafts, of which less is accepted, are not mad
 # Co-scheduled drafts must save this many times their cost: both are estimates, and the best of many
 # counts is taken. The cost is not shared: all ranks wait for the one that drafts.
 MIN_RETURN = 1.25
-# Means of the two halves of an exponential distribution: where drafts have their first mismatch.
-MISMATCHES = np.array((0.307, 1.693))
-MAX_COUNTS = 65  # numbers of drafts of one step that are compared
+MAX_COUNTS = 9  # numbers of drafts of one step that are compared
 # Cost of co-scheduled drafts, relative to the rollout, while no draft of the run has been verified.
 UNVERIFIED_SHARE = 0.15
+
+
+class Job(NamedTuple):
+    """A piece of idle work that a rank could do."""
+
+    key: Hashable
+    """Key of the piece in its task; for a draft its `SampleId`."""
+    saves_s: float
+    """Predicted seconds saved of the run's wall time; 0 where nothing is known yet."""
+    costs_s: float
+    """Predicted seconds of work; free where the rank waits."""
+    co_scheduled: bool
+    """Whether the job is worth slowing down a rank's own rows."""
+    prompt: tuple[int, ...] = ()
+    """Prompt of a draft."""
 
 
 class DraftPlan(NamedTuple):
@@ -67,9 +72,14 @@ def draft_value(
     costs_s = np.where(is_open, missing * prices.drafted_s + prices.begun_s, 0.0)
     order = np.argsort(-np.where(is_open, coming.expected, -1.0), kind="stable")
     num_open = int(is_open.sum())
-    counts = np.unique(np.linspace(0, num_open, MAX_COUNTS, dtype=np.int64))
-    parts = (cost, rates, prices, num_ranks, num_slots)
-    seconds = _seconds_by_count(coming.take(order), counts, *parts)
+    counts = np.geomspace(1, num_open + 1, min(num_open + 1, MAX_COUNTS)).round() - 1
+    counts = np.unique(counts.astype(np.int64))
+    rows, number = coming.take(order), np.arange(len(coming))
+    is_made = number < counts[:, None]
+    drafted = np.where(is_made, np.inf, rows.drafted)
+    played_s = play(rows, cost, num_slots, rates, number % num_ranks, drafted)
+    verified = np.where(is_made, rows.expected, rows.drafted).sum(axis=1) / num_ranks
+    seconds = prices.forward * played_s.max(axis=-1).mean(axis=-1) + prices.verified_s * verified
     spent_s = np.append(0.0, np.cumsum(costs_s[order]))[counts]
     chosen = int((seconds + MIN_RETURN * spent_s).argmin())
     chosen = min(chosen, int((spent_s <= max_share * seconds[0]).sum()) - 1)
@@ -83,47 +93,6 @@ def draft_value(
     ):
         saves_s[drafts] = max(float(saved_s), 0.0) / max(len(drafts), 1)
     return pays, saves_s, costs_s
-
-
-def _seconds_by_count(
-    rows: Rows,
-    counts: np.ndarray,
-    cost: CostModel,
-    rates: AcceptanceRates,
-    prices: Prices,
-    num_ranks: int,
-    num_slots: int,
-) -> np.ndarray:
-    """Return expected seconds of a rollout with the first k rows drafted, float64 [counts].
-
-    All ranks end with the last row, and each has an equal share of the rows before. counts: int64,
-    increasing values of k."""
-    points, width = time_points(rows, num_ranks * num_slots)
-    undrafted = forwards_survival(rows, rates, points)
-    # A draft is as long as its response. Up to a mismatch a forward verifies a window of it.
-    column, known = (rows.expected[:, None], rows.spread[:, None]), rows.drafted[:, None]
-    drafted, slowest = np.zeros(undrafted.shape), max(1.0 - rates.after, 1.0 / TYPICAL_WINDOW)
-    for mismatch in MISMATCHES / rates.hazard:
-        behind = np.maximum(points - mismatch / TYPICAL_WINDOW, 0.0) / slowest
-        tokens = np.minimum(TYPICAL_WINDOW * points, mismatch + behind)
-        drafted += length_survival(*column, np.maximum(tokens, known))
-    drafted /= len(MISMATCHES) * length_survival(*column, known)
-    context = float((rows.prompt_tokens + rows.expected).mean())
-    active = _first_and_rest(drafted, undrafted, counts) / num_ranks
-    first, rest = (np.log1p(-np.minimum(of, 1.0 - 1e-12)) for of in (drafted, undrafted))
-    none_left = np.exp(_first_and_rest(first, rest, counts))
-    forwards_s = seconds_of_course(active, none_left, width, cost, num_slots, (0.0, context))
-    verified = _first_and_rest(rows.expected, rows.drafted, counts)
-    return prices.forward * forwards_s + prices.verified_s * verified / num_ranks
-
-
-def _first_and_rest(first: np.ndarray, rest: np.ndarray, counts: np.ndarray) -> np.ndarray:
-    """Return sums of the first k rows of `first` and all but the first k of `rest`, for each k.
-
-    float64 [counts, ...]."""
-    nothing = np.zeros((1, *first.shape[1:]))
-    before = np.concatenate((nothing, np.cumsum(first - rest, axis=0)))[counts]
-    return before + rest.sum(axis=0)
 
 
 def plan_drafts(

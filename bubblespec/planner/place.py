@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 
 from bubblespec.planner.costs import CostModel
-from bubblespec.planner.rows import TYPICAL_WINDOW, Rows
+from bubblespec.planner.lengths import TYPICAL_WINDOW, Rows
 from bubblespec.types import Launch
 
 # Groups per rank from which on whole ones balance as well as rows do, and feed no prompt twice.

@@ -3,7 +3,6 @@
 All but this rank's own cost are the same on every rank, learned from one gather after each rollout.
 """
 
-import heapq
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -12,8 +11,8 @@ import numpy as np
 
 from bubblespec.distributed.ranks import Ranks
 from bubblespec.planner.chooser import DRAFTS, Chooser
-from bubblespec.planner.costs import CHAIN_ROWS, KNOTS, CostModel
-from bubblespec.planner.lengths import LengthModel
+from bubblespec.planner.costs import CHAIN_ROWS, KNOTS, CostModel, rollout_seconds
+from bubblespec.planner.lengths import LengthModel, Rows
 from bubblespec.planner.prices import Counts, PriceModel, counts_of
 from bubblespec.planner.survival import Survival
 from bubblespec.records import RolloutRecord, Samples
@@ -187,25 +186,11 @@ def seconds_in_turn(
     """Return the seconds of a rollout without drafts whose groups are placed round-robin.
 
     lengths: float64 [S], tokens of each response, which a rank begins longest first."""
-    prompts = np.array([len(group.prompt.token_ids) for group in launch.groups], np.float64)
+    prompts = np.array([len(group.prompt.token_ids) for group in launch.groups])
     group = np.arange(len(lengths)) // launch.num_generations
-    slowest_s = 0.0
-    for rank in range(min(num_ranks, len(prompts))):
-        ends = -np.sort(-lengths[group % num_ranks == rank])
-        begins, slots = np.zeros(len(ends)), ends[:num_slots].tolist()
-        heapq.heapify(slots)
-        for row in range(num_slots, len(ends)):
-            begins[row] = slots[0]
-            ends[row] += slots[0]
-            heapq.heapreplace(slots, ends[row])
-        times = np.unique(np.append(begins, ends))
-        active = begins.searchsorted(times[:-1], side="right")
-        active -= np.sort(ends).searchsorted(times[:-1], side="right")
-        own = prompts[rank::num_ranks]
-        positions = active * (own.mean() + lengths[group % num_ranks == rank].mean() / 2)
-        course_s = np.diff(times) @ cost.seconds(active, active, 0.0, positions)
-        slowest_s = max(slowest_s, float(course_s + cost.coefficients[2] * own.sum()))
-    return slowest_s
+    nothing = np.zeros(len(lengths))
+    rows = Rows(prompts[group], group, lengths, nothing, nothing, nothing)
+    return rollout_seconds(rows, cost, num_slots, rank_of=group % num_ranks)
 
 
 def state_of(parts: dict) -> dict[str, np.ndarray]:

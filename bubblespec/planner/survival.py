@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from bubblespec.planner.rows import AcceptanceRates, acceptance_rates
+from bubblespec.planner.lengths import AcceptanceRates, acceptance_rates
 
 ALIGNED = "aligned"  # kinds (ALIGNED, age) propose the draft that a row has followed from the start
 # Rows of the counts. A kind is offered in a forward if any row has such a proposal; tokens are

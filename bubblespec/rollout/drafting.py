@@ -18,8 +18,7 @@ from bubblespec.draft.proposer import Proposer
 from bubblespec.draft.store import TextStore, exchange
 from bubblespec.planner.chooser import DRAFTS
 from bubblespec.planner.costs import CostModel
-from bubblespec.planner.drafts import choose_lookahead, plan_drafts
-from bubblespec.planner.jobs import Job
+from bubblespec.planner.drafts import Job, choose_lookahead, plan_drafts
 from bubblespec.rollout.plan import LEAST_S, Mechanism, RankView, RolloutPlan
 from bubblespec.rollout.sampler import Sampler
 from bubblespec.types import Draft, Row, SampleId

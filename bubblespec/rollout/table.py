@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from bubblespec.distributed.ranks import Ranks
-from bubblespec.planner.rows import Rows
+from bubblespec.planner.lengths import Rows
 from bubblespec.types import Launch, Row
 
 NO_LIMIT = 1 << 62

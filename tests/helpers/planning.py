@@ -3,8 +3,7 @@
 import numpy as np
 
 from bubblespec.planner.costs import KNOTS, CostModel
-from bubblespec.planner.lengths import LengthModel
-from bubblespec.planner.rows import Rows, acceptance_rates
+from bubblespec.planner.lengths import LengthModel, Rows, acceptance_rates
 from bubblespec.types import Draft, Group, Prompt
 from tests.helpers.rows import samples_of
 

@@ -17,7 +17,7 @@ from bubblespec.engine.engine import Engine
 from bubblespec.engine.model_checks import prepare_model
 from bubblespec.engine.runner import ModelRunner
 from bubblespec.planner.costs import KNOTS, CostModel
-from bubblespec.planner.jobs import Job
+from bubblespec.planner.drafts import Job
 from bubblespec.planner.survival import ALIGNED, TRIED
 from bubblespec.records import RolloutRecord
 from bubblespec.rollout.board import ProgressBoard, RankState

@@ -31,8 +31,8 @@ from bubblespec.mechanisms import Run
 from bubblespec.mechanisms.tp_tail.shards import ShardedForward, TPGroup, TPUnsupported, no_tp_tail
 from bubblespec.memory import Needs, kv_bytes, max_length
 from bubblespec.planner.chooser import DRAFTS
-from bubblespec.planner.costs import CostModel, prefill_seconds, rollout_seconds
-from bubblespec.planner.rows import Rows
+from bubblespec.planner.costs import CostModel, play
+from bubblespec.planner.lengths import Rows
 from bubblespec.planner.windows import choose_windows
 from bubblespec.records import Span, StepRecord, total_s
 from bubblespec.rollout.board import RankState
@@ -310,16 +310,8 @@ def use_tp_tail(
     Drafts shorten both ways by the same factor and are ignored; `cost` alone has the copy's chains.
     """
 
-    def decoding_s(some: Rows, cost: CostModel, num_slots: int, num_ranks: int = 1) -> float:
-        """Return expected seconds of rows whose prompts and tokens are cached."""
-        whole_s = rollout_seconds(some, cost, num_slots, num_ranks=num_ranks)
-        return whole_s - prefill_seconds(some, cost)
-
-    ranks = np.unique(rank_of)
-    alone_s = max(decoding_s(rows.take(rank_of == rank), cost, num_slots) for rank in ranks)
-    # The last of all ranks ends later than any one of them is expected to.
-    alone_s = max(alone_s, decoding_s(rows, cost, num_slots, len(ranks)))
-    together_s = overhead_s + decoding_s(rows, tp_cost, len(rows))
+    alone_s = float(play(rows, cost, num_slots, rank_of=rank_of).max(axis=-1).mean())
+    together_s = overhead_s + float(play(rows, tp_cost, len(rows)).mean())
     return alone_s - together_s > max(MIN_TAIL_GAIN * alone_s, overhead_s)
 
 
