@@ -17,7 +17,7 @@ import numpy as np
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 from benchmarks import shared
-from bubblespec.draft.chains import ChainSource
+from bubblespec.draft.chains import DraftModelSource
 from bubblespec.draft.proposer import Proposer
 from bubblespec.engine.engine import Engine
 from bubblespec.engine.sampling import EVALUATION
@@ -109,12 +109,12 @@ def acceptance(trainer: Trainer, has_own_noise: bool) -> list[float]:
     proposer = Proposer([source], source.cost, always=True)
     rows = held_out_rows(trainer)[ranks.rank :: ranks.world_size]
     generate(trainer.sampler.engine, rows, trainer, proposer)
-    tried, right = ranks.gather(source.rates.survival.counts[TRIED:, 1]).sum(axis=0)
+    tried, right = ranks.all_gather(source.rates.survival.counts[TRIED:, 1]).sum(axis=0)
     numbers = [kind[0] == "number" for kind in source.rates.survival.kinds]
     return np.cumprod(right[numbers] / np.maximum(tried[numbers], 1)).tolist()
 
 
-def tails(trainer: Trainer, source: ChainSource, count: int, repeats: int) -> dict:
+def tails(trainer: Trainer, source: DraftModelSource, count: int, repeats: int) -> dict:
     """Generate the held-out rows, `count` at a time, without drafts and with a source, in turn."""
     proposer = Proposer([source], source.cost)
     arms = {
@@ -151,7 +151,7 @@ def tails(trainer: Trainer, source: ChainSource, count: int, repeats: int) -> di
     }
 
 
-def tails_by_rows(trainer: Trainer, source: ChainSource, arguments: Namespace) -> list[dict]:
+def tails_by_rows(trainer: Trainer, source: DraftModelSource, arguments: Namespace) -> list[dict]:
     """Return and print the `tails` of each number of rows in --rows."""
     found = []
     for count in arguments.rows if arguments.repeats else ():

@@ -111,11 +111,11 @@ def step_in_all_ways(trainer: Trainer, plain: Engine, lock_step: LockStep, step:
     wanted, others = plans["lock_step"].rows, [own.rows for own in plans.values()]
     pairs = [(row.tokens, wanted[at].tokens) for own in others for at, row in own.items()]
     chain_s = max((lock_step.tool_s[row] for row in wanted.values()), default=0.0)
-    result["longest_chain_s"] = float(ranks.gather(np.array([chain_s])).max())
+    result["longest_chain_s"] = float(ranks.all_gather(np.array([chain_s])).max())
     local = {name: getattr(records["drafts"].extras["episodes"], name) for name in COUNTS}
     local["differing_rows"] = sum(not np.array_equal(*pair) for pair in pairs)
     local["drafted_tokens"] = records["drafts"].drafted_tokens
-    totals = ranks.gather(np.array(list(local.values()), np.float64)).sum(axis=0)
+    totals = ranks.all_gather(np.array(list(local.values()), np.float64)).sum(axis=0)
     learn(trainer, replace(plans["overlapped"], scoring=scoring))
     return result | dict(zip(local, totals.tolist(), strict=True))
 

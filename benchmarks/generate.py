@@ -68,10 +68,10 @@ def engine_arm(model: PreTrainedModel, prompts: list, lengths: np.ndarray) -> Ar
     visits = itertools.count(1)  # other noise each time
 
     def run() -> list[int]:
-        visit = next(visits)
+        draw_index = next(visits)
         engine.reset()
         rows = [
-            Row(SampleId(hash(p) >> 1, visit, j), p, int(n))
+            Row(SampleId(hash(p) >> 1, draw_index, j), p, int(n))
             for j, (p, n) in enumerate(zip(prompts, lengths, strict=True))
         ]
         return [len(row.tokens) for row in engine.run(rows, SamplingParams())]

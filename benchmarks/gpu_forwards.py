@@ -90,7 +90,7 @@ def copy_bandwidth(bench: Bench) -> Iterator[Figure]:
 
 
 class FixedDrafts:
-    """Proposes drafts of one length: tokens of `wanted` by uid, or meaningless ones."""
+    """Proposes drafts of one length: tokens of `wanted` by prompt_id, or meaningless ones."""
 
     def __init__(self, length: int, wanted: Mapping[int, np.ndarray] | None = None):
         self.length, self.wanted = length, wanted
@@ -100,7 +100,7 @@ class FixedDrafts:
             counts = np.full(len(rows), self.length)
             return np.ones(int(counts.sum()), np.int64), counts
         places = zip(rows, lengths, strict=True)
-        return packed([self.wanted[row.id.uid][n : n + self.length] for row, n in places])
+        return packed([self.wanted[row.id.prompt_id][n : n + self.length] for row, n in places])
 
     def observe(self, rows, tokens, num_gained, num_draft, num_accepted):
         pass
@@ -265,15 +265,15 @@ def composition(bench: Bench) -> Iterator[Figure]:
         engine = bench.engine(ModelForward(model), slots, 192)
         made = engine.run(make_rows(model, rows, 32, length), SamplingParams(), drafts)
         engine.release()
-        return {row.id.uid: row.tokens for row in made}
+        return {row.id.prompt_id: row.tokens for row in made}
 
     alone = generate(1)
     cases: dict[str, FixedDrafts | None] = {f"alone > {rows} rows": None}
     cases |= {f"alone > {rows} rows, windows of {n}": FixedDrafts(n, alone) for n in (1, 7)}
     for case, drafts in cases.items():
         other, compared, parted = generate(rows, drafts), 0, 0
-        for uid, tokens in alone.items():
-            differs = np.flatnonzero(tokens != other[uid])
+        for prompt_id, tokens in alone.items():
+            differs = np.flatnonzero(tokens != other[prompt_id])
             compared += int(differs[0]) + 1 if len(differs) else len(tokens)
             parted += len(differs) > 0
         note = f"{parted} of {rows} rows part; {compared} tokens; {bench.dtype}"

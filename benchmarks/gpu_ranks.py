@@ -64,7 +64,7 @@ def measure_tp(bench: Bench, ranks: Ranks) -> list[Figure]:
 
         def sums(count: int, tensor=tensor) -> torch.Tensor:
             for _ in range(count):
-                tp.sum_(tensor)
+                tp.all_reduce_(tensor)
             return tensor
 
         case = f"{where}, sum of {tokens} tokens"

@@ -30,11 +30,11 @@ from bubblespec.draft.store import TextStore
 from bubblespec.engine.arrays import ragged
 from bubblespec.engine.batch import (
     Batch,
-    Drawn,
     Plan,
+    RowPosition,
     Runner,
+    SamplerOutput,
     SamplingParams,
-    Standing,
     Texts,
     draft_of,
     num_accepted,
@@ -56,7 +56,7 @@ COST_S = (1.0, 0.0, 1e-7)  # of a forward, a row and a token: drafts always pay
 class KnownText(Runner):
     """Row n generates texts[n], int64 [rows, tokens], on a GPU that is a clock."""
 
-    pages, keeps_rows = None, True
+    pages, supports_overlap = None, True
     depth = 1
 
     def __init__(self, rows: list[Row], texts: np.ndarray, max_num_batched_tokens: int):
@@ -74,7 +74,7 @@ class KnownText(Runner):
 
     def launch_ahead(
         self, plan: Plan, texts: Texts, params: SamplingParams, batch: Batch | None
-    ) -> Callable[[], Drawn]:
+    ) -> Callable[[], SamplerOutput]:
         packed(plan, MAX_Q)
         now_s, begin_s = self.now_s(), time.thread_time()
         self.idle_s += max(now_s - self.free_s, 0.0)
@@ -83,15 +83,15 @@ class KnownText(Runner):
         slots, sampled = plan.slots, plan.num_sampled
         total = np.full(len(slots), MAX_LENGTH)
         of_rows = self.text, slots, self.length[slots], total, np.ones(len(slots), bool)
-        num_draft, draft = draft_of(plan, Standing(*of_rows))
+        num_draft, draft = draft_of(plan, RowPosition(*of_rows))
         row, offset = ragged(sampled)
         token = self.text[slots[row], np.minimum(self.length[slots][row] + offset, MAX_LENGTH - 1)]
         counts = offset <= num_draft[row]
         self.length[slots] += 1 + num_accepted(token[counts], draft, num_draft)
-        drawn = Drawn(token, np.zeros(len(token), np.float32))
+        drawn = SamplerOutput(token, np.zeros(len(token), np.float32))
         self.own_s += time.thread_time() - begin_s
 
-        def wait() -> Drawn:
+        def wait() -> SamplerOutput:
             self.waited_s += max(ends_s - self.now_s(), 0.0)
             return drawn
 

@@ -66,7 +66,7 @@ def timed(trainer: Trainer, action: Callable[[], int]) -> tuple[float, int]:
     forwards = action()
     ranks.barrier()
     seconds = time.perf_counter() - began_s
-    return seconds, int(ranks.gather(np.array([forwards])).max())
+    return seconds, int(ranks.all_gather(np.array([forwards])).max())
 
 
 def make_drafts_useless(trainer: Trainer) -> None:
@@ -142,7 +142,7 @@ def paired_step(
         result[f"{arm}_s"], result[f"{arm}_forwards"] = timing
     pairs = [(row, rows[index]) for index, row in plan.rows.items()]
     differing = sum(not np.array_equal(a.tokens, b.tokens) for a, b in pairs)
-    result["differing_rows"] = int(ranks.sum_(torch.tensor(differing)).item())
+    result["differing_rows"] = int(ranks.all_reduce_(torch.tensor(differing)).item())
     if inspect is not None:
         inspect(*map(list, zip(*pairs, strict=True)))
     samples, rewards = learn(trainer, replace(plan, scoring=scoring))

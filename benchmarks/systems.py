@@ -115,7 +115,7 @@ def measure(ranks: Ranks, record: StepRecord) -> dict:
         "gained_tokens": sum(c.gained_tokens for c in counts),
         "row_forwards": sum(c.row_forwards for c in counts),
     }
-    by_rank = dict(zip(local, ranks.gather(np.array([*local.values()], float)).T, strict=True))
+    by_rank = dict(zip(local, ranks.all_gather(np.array([*local.values()], float)).T, strict=True))
     total = {name: float(values.sum()) for name, values in by_rank.items()}
     total |= {name: float(by_rank[name].max()) for name in ("seconds", "forwards")}
     total["idle"] /= ranks.world_size
@@ -148,7 +148,7 @@ class Arm:
         )
         trainer.update(record, advantages.ravel())
         ranks.barrier()
-        step_s = float(ranks.gather(np.array([time.perf_counter() - began_s])).max())
+        step_s = float(ranks.all_gather(np.array([time.perf_counter() - began_s])).max())
         planned = trainer.sampler.schedule.metrics()
         self.steps.append({"step_s": step_s} | measure(ranks, record) | planned)
         self.evaluate()

@@ -107,7 +107,7 @@ def save_checkpoint(
             reason = error.__context__ if isinstance(error.__context__, OSError) else error
             return " ".join(str(reason).split()) or type(reason).__name__
 
-    return ranks.agree(save)
+    return ranks.run_on_rank0(save)
 
 
 def _commit(temporary: str, final: str) -> None:
@@ -223,7 +223,7 @@ def find_checkpoint(config: Config, ranks: Ranks) -> str | None:
 
     Rank 0 alone reads the files. Raises InputError where resuming would not be exact, and where
     output_dir has a run of another configuration or checkpoints that are all damaged."""
-    return ranks.agree(lambda: _find_checkpoint(config, ranks.world_size))
+    return ranks.run_on_rank0(lambda: _find_checkpoint(config, ranks.world_size))
 
 
 def _find_checkpoint(config: Config, world_size: int) -> str | None:

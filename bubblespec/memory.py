@@ -195,7 +195,7 @@ def choose_slots(
         room = needs.room_for_cache(room, config)
     for num_shared in needs.shared_rows:
         left = room - num_shared * needs.shared_row
-        fitting = int(ranks.gather(np.array([left // unit])).min()) - spare
+        fitting = int(ranks.all_gather(np.array([left // unit])).min()) - spare
         if fitting >= needed:
             break
     else:
@@ -316,5 +316,5 @@ def control_groups() -> Iterator[tuple[Path, str, str, str]]:
 
 def host_token_budget(ranks: Ranks) -> tuple[int, int]:
     """Return how many tokens of drafts and of history each rank may keep, equal on all ranks."""
-    free = SHARE_OF_HOST * float(ranks.gather(np.array([free_host_bytes()])).min())
+    free = SHARE_OF_HOST * float(ranks.all_gather(np.array([free_host_bytes()])).min())
     return int(free // DRAFT_TOKEN_BYTES), int(free // HISTORY_TOKEN_BYTES)

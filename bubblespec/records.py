@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from bubblespec.types import Draft, Group, Load, Prompt, SampleId, ids_of, is_sampled
+from bubblespec.types import Draft, Group, Load, Prompt, SampleId, completion_mask, ids_of
 
 
 @dataclass
@@ -80,7 +80,7 @@ class Samples:
 
 def count_sampled(logprobs: list[np.ndarray]) -> np.ndarray:
     """Count the sampled tokens of each response, int64 [S]. logprobs: see `Row`."""
-    return np.array([np.count_nonzero(is_sampled(logprob)) for logprob in logprobs])
+    return np.array([np.count_nonzero(completion_mask(logprob)) for logprob in logprobs])
 
 
 def digest(samples: Samples) -> str:

@@ -59,7 +59,13 @@ from bubblespec.mechanisms import Run, functions
 from bubblespec.memory import choose_slots, estimate, max_length
 from bubblespec.planner.stats import load_parts
 from bubblespec.rewards.functions import load_reward
-from bubblespec.rewards.scorer import Scorer, begin_trial, check_prompts, check_weights, end_trial
+from bubblespec.rewards.scorer import (
+    RewardManager,
+    begin_trial,
+    check_prompts,
+    check_weights,
+    end_trial,
+)
 from bubblespec.rollout.evaluate import make_evaluator
 from bubblespec.rollout.make_sampler import make_sampler
 from bubblespec.telemetry.files import PACKAGES, import_logger
@@ -89,7 +95,7 @@ def build(config: Config, ranks: Ranks, is_strict: bool = False) -> Trainer:
         hooks = load_own(config, ranks)
         rewards = {path: load_reward(path) for path in config.reward.functions}
         own = {path: load_reward(path, "eval.functions") for path in config.eval.functions}
-        own_s = ranks.gather(np.array([loading.local_time_s()]))[0]
+        own_s = ranks.all_gather(np.array([loading.local_time_s()]))[0]
         now_s = int(planner.get(DATE, own_s)[0])
         tokenizer = loading.load_tokenizer(config, now_s)
         model = loading.load_model(config, checkpoint, ranks.device)
@@ -114,7 +120,7 @@ def build(config: Config, ranks: Ranks, is_strict: bool = False) -> Trainer:
             config, tokenizer, run.tokenize, saved_held_out=planner.get(HELD_OUT), warn=warn
         )
         data = data_state(tokenizer.chat_template, train_prompts.prompts, eval_prompts, now_s)
-        check_equal(data, ranks.gather)
+        check_equal(data, ranks.all_gather)
         base = model if config.model.lora_r else reference
         data |= loading.weights_state(base, teacher_model)
         if checkpoint:
@@ -149,7 +155,7 @@ def build(config: Config, ranks: Ranks, is_strict: bool = False) -> Trainer:
         answers_turns=run.answers_turns,
     )
     schedule = make_schedule(run, train_prompts)
-    scorer = Scorer(config.reward, rewards, tokenizer, ranks, run.has_reward, own)
+    scorer = RewardManager(config.reward, rewards, tokenizer, ranks, run.has_reward, own)
     scorer.progress = (state["step"], config.run.max_steps)
     check_save_best(config, scorer.names)
     trial = {}  # in workers, the trial goes on while the engine is timed
@@ -175,10 +181,10 @@ def build(config: Config, ranks: Ranks, is_strict: bool = False) -> Trainer:
             speculation = load_arrays(checkpoint, SPECULATION_FILE)
             sampler.load_state_dict(speculation)
             load_parts(evaluator.parts(), speculation)
-    ranks.agree(lambda: end_trial(scorer, trial))
+    ranks.run_on_rank0(lambda: end_trial(scorer, trial))
     locks: list[IO] = []  # of rank 0; its error is raised on all ranks
-    ranks.agree(lambda: locks.append(lock_output_dir(config, state["step"])))
-    best = ranks.agree(lambda: find_best(config, state))
+    ranks.run_on_rank0(lambda: locks.append(lock_output_dir(config, state["step"])))
+    best = ranks.run_on_rank0(lambda: find_best(config, state))
     names, hook = scorer.names, hooks[0] if hooks else None
     reporter = RunReporter(
         config, ranks, learner, schedule, tokenizer, names, len(eval_prompts), hook, began_s
@@ -236,7 +242,7 @@ def load_own(config: Config, ranks: Ranks) -> list[Any]:
         if log_to in PACKAGES:
             load = partial(import_logger, log_to)
         with without_input():
-            ranks.agree(lambda: hooks.append(load()))
+            ranks.run_on_rank0(lambda: hooks.append(load()))
     return hooks
 
 

@@ -156,7 +156,7 @@ class Trainer:
             log(
                 f"warning: {when}: {len(missing)} of {len(groups)} prompts have responses without "
                 "a reward and are left out; the first is "
-                f"{prompt.uid}, {str(prompt.text)!r:.100} (rewards/NAME/missing, "
+                f"{prompt.prompt_id}, {str(prompt.text)!r:.100} (rewards/NAME/missing, "
                 "reward/left_out)"
             )
 
@@ -166,7 +166,7 @@ class Trainer:
         Raises RunFailed after too many steps without an update."""
         self.ranks.activity = f"training of step {record.step + 1}"
         if "." in self.config.loss.advantage_estimator:  # a user's own may differ between ranks
-            advantages = self.ranks.gather(advantages)[0]
+            advantages = self.ranks.all_gather(advantages)[0]
         record.advantages = advantages
         if self.config.rollout.free_cache_engine:
             self.sampler.engine.release()
@@ -240,7 +240,7 @@ class Trainer:
             return
         self.best = {"metric": name, "value": value, "step": done}
         if self.saved == done:  # by a stop during this evaluation
-            self.ranks.agree(self.link_best)
+            self.ranks.run_on_rank0(self.link_best)
         else:
             self.save(is_last=False)
         if self.saved != done:

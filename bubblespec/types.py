@@ -13,9 +13,9 @@ class SampleId(NamedTuple):
 
     Under equal weights equal ids have equal responses, on any rank and at any time."""
 
-    uid: int
+    prompt_id: int
     """Prompt id (63 bits), stable across runs on the same data."""
-    visit: int
+    draw_index: int
     """Number of earlier draws of this prompt in the data order, below 2**31."""
     sample: int
     """Number within its group, below 2**12."""
@@ -25,7 +25,7 @@ class SampleId(NamedTuple):
 class Prompt:
     """One prompt of the data."""
 
-    uid: int
+    prompt_id: int
     """Prompt id (63 bits), stable across runs on the same data."""
     text: str | list[dict]
     """String or chat messages."""
@@ -38,17 +38,17 @@ class Group(NamedTuple):
     """One draw of a prompt by a step."""
 
     prompt: Prompt
-    visit: int
+    draw_index: int
     """Number of earlier draws of this prompt in the data order."""
 
     @property
     def name(self) -> tuple[int, int]:
-        """(uid, visit), unique within a run."""
-        return self.prompt.uid, self.visit
+        """(prompt_id, draw_index), unique within a run."""
+        return self.prompt.prompt_id, self.draw_index
 
     def sample(self, number: int) -> SampleId:
         """Return the id of one of the group's responses."""
-        return SampleId(self.prompt.uid, self.visit, number)
+        return SampleId(self.prompt.prompt_id, self.draw_index, number)
 
 
 def ids_of(groups: list[Group], num_generations: int) -> list[SampleId]:
@@ -92,7 +92,7 @@ class Draft:
     """Of a response of an earlier epoch."""
 
 
-class Launch(NamedTuple):
+class StepBatch(NamedTuple):
     """Groups that a rollout starts, and how many of them are trained on."""
 
     groups: list[Group]
@@ -113,7 +113,7 @@ class Launch(NamedTuple):
         return ids_of(self.groups, self.num_generations)
 
 
-def is_sampled(logprob: np.ndarray) -> np.ndarray:
+def completion_mask(logprob: np.ndarray) -> np.ndarray:
     """Return which tokens of a response were sampled, bool [L]. logprob: [L], see `Row`."""
     return ~np.isnan(logprob)
 

@@ -87,10 +87,12 @@ def make_prompts(tokenizer, count: int) -> list[Prompt]:
         for task in (SHORT, LONG)
     ]
     prompts = []
-    for uid in range(count):
-        entry = tasks[uid % LONG_EVERY == 0][uid]
+    for prompt_id in range(count):
+        entry = tasks[prompt_id % LONG_EVERY == 0][prompt_id]
         ids = tokenizer(entry["question"], add_special_tokens=False)["input_ids"]
-        prompts.append(Prompt(uid, entry["question"], tuple(ids), {"answer": entry["answer"]}))
+        prompts.append(
+            Prompt(prompt_id, entry["question"], tuple(ids), {"answer": entry["answer"]})
+        )
     return prompts
 
 
@@ -104,7 +106,7 @@ def rewards_of(texts: list[str], answers: list[str]) -> np.ndarray:
 def rows_of(prompts: list[Prompt], step: int) -> list[Row]:
     """Make the rows of a step. Their names key the noise, so they contain the step."""
     return [
-        Row(SampleId(prompt.uid, step, number), prompt.token_ids, MAX_NEW_TOKENS)
+        Row(SampleId(prompt.prompt_id, step, number), prompt.token_ids, MAX_NEW_TOKENS)
         for prompt in prompts
         for number in range(NUM_GENERATIONS)
     ]

@@ -15,8 +15,8 @@ from bubblespec.config.file import load_config
 from bubblespec.data.schedule import PromptSet, StepSchedule
 from bubblespec.mechanisms.tail_batching import TailBatching
 from bubblespec.records import Samples
-from bubblespec.rollout.table import RowTable
-from bubblespec.types import Group, Launch, Prompt
+from bubblespec.rollout.table import RolloutProgress
+from bubblespec.types import Group, Prompt, StepBatch
 
 FILE = os.path.join(os.path.dirname(__file__), "data", "lengths.npz")
 CONFIG = "configs/smollm2_135m_cpu.yaml"
@@ -30,7 +30,7 @@ Lengths = Callable[[Group, int], int]
 class DrawnAnew(TailBatching):
     """RollPacker's own: a deferred prompt is answered anew in its long round."""
 
-    def launch(self, step: int) -> Launch:
+    def launch(self, step: int) -> StepBatch:
         """See `StepSchedule`."""
         launch = super().launch(step)
         if self.is_long_round:
@@ -69,7 +69,7 @@ def play(planner, length_of: Lengths, num_steps: int) -> Played:
         played.is_long.append(getattr(planner, "is_long_round", False))
         n = launch.num_generations
         lengths = np.array([length_of(group, i) for group in launch.groups for i in range(n)])
-        table = RowTable(launch, np.zeros(len(lengths), np.int64), 0)
+        table = RolloutProgress(launch, np.zeros(len(lengths), np.int64), 0)
         table.generated, table.is_finished = lengths, np.ones(len(lengths), bool)
         is_in = table.cutoff().is_in
         chosen = np.flatnonzero(is_in)
@@ -98,18 +98,18 @@ def ratios(played: Played, true_mean: float) -> np.ndarray:
 def load() -> tuple[dict, Lengths, float]:
     """Return the rules over the recorded prompts, the lengths, and their mean in a plain run."""
     recorded = np.load(FILE)
-    uids, table = recorded["uids"], recorded["lengths"]
+    prompt_ids, table = recorded["uids"], recorded["lengths"]
     seed, num_prompts, num_generations = recorded["order"].tolist()
-    prompts = PromptSet([Prompt(uid, "", (0,), {}) for uid in uids.tolist()], 0)
+    prompts = PromptSet([Prompt(prompt_id, "", (0,), {}) for prompt_id in prompt_ids.tolist()], 0)
     in_order = prompts.prompts
     # as they were drawn
     prompts.batch = lambda seed, step, count: in_order[step * count : (step + 1) * count]
-    row_of = {uid: row for row, uid in enumerate(uids.tolist())}
+    row_of = {prompt_id: row for row, prompt_id in enumerate(prompt_ids.tolist())}
     num_drawn = NUM_STEPS * num_prompts
     true_mean = float(table[:num_drawn, 0, :num_generations].mean())
 
     def length_of(group: Group, number: int) -> int:
-        return int(table[row_of[group.prompt.uid], group.visit, number])
+        return int(table[row_of[group.prompt.prompt_id], group.draw_index, number])
 
     return rules(num_prompts, num_generations, prompts, seed), length_of, true_mean
 
@@ -137,15 +137,15 @@ def record() -> None:
     drawn = [prompt for step in steps for prompt in prompts.batch(seed, step, count)]
     lengths = np.zeros((len(drawn), 2, rollout.num_generations), np.int16)
     for begin in tqdm(range(0, len(drawn), 16), desc="answers", unit="batch"):
-        for visit in (0, ANEW):
-            groups = [Group(prompt, visit) for prompt in drawn[begin : begin + 16]]
+        for draw_index in (0, ANEW):
+            groups = [Group(prompt, draw_index) for prompt in drawn[begin : begin + 16]]
             samples, _ = trainer.evaluator.generate(
                 groups, rollout.num_generations, trainer.sampler.params, version=0
             )
-            lengths[begin : begin + 16, visit] = samples.lengths.reshape(len(groups), -1)
+            lengths[begin : begin + 16, draw_index] = samples.lengths.reshape(len(groups), -1)
     order = np.array([seed, count, rollout.num_generations])
-    uids = np.array([prompt.uid for prompt in drawn])
-    np.savez_compressed(FILE, uids=uids, lengths=lengths, order=order)
+    prompt_ids = np.array([prompt.prompt_id for prompt in drawn])
+    np.savez_compressed(FILE, prompt_ids=prompt_ids, lengths=lengths, order=order)
 
 
 if __name__ == "__main__":

@@ -209,9 +209,9 @@ def sample_responses(
         options = {}
         if greedy:
             options = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
-        prompt_ids, mask = inputs["input_ids"], inputs["attention_mask"]
-        output = model.generate(input_ids=prompt_ids, attention_mask=mask, **options)
-        for index, ids in zip(chosen, output[:, prompt_ids.shape[1] :].tolist(), strict=True):
+        prompt_tokens, mask = inputs["input_ids"], inputs["attention_mask"]
+        output = model.generate(input_ids=prompt_tokens, attention_mask=mask, **options)
+        for index, ids in zip(chosen, output[:, prompt_tokens.shape[1] :].tolist(), strict=True):
             ended = tokenizer.eos_token_id in ids
             responses[index] = ids[: ids.index(tokenizer.eos_token_id) + 1] if ended else ids
     return responses

@@ -23,11 +23,13 @@ from tests.helpers.runs import SHORT
 
 def attend_row_by_row(query, keys, values, start, count, *, scaling, window):
     """Plain attention, one token at a time. query: [N, H, D]; keys, values: [slots, L, K, D]."""
-    fold, out = query.shape[1] // keys.shape[2], []
+    queries_per_kv, out = query.shape[1] // keys.shape[2], []
     for slot, (begin, n) in enumerate(zip(start.tolist(), count.tolist(), strict=True)):
         for position in range(begin, begin + n):
             seen = slice(max(0, position + 1 - (window or position + 1)), position + 1)
-            key, value = (t[slot, seen].repeat_interleave(fold, dim=1) for t in (keys, values))
+            key, value = (
+                t[slot, seen].repeat_interleave(queries_per_kv, dim=1) for t in (keys, values)
+            )
             weights = (torch.einsum("hd,khd->hk", query[len(out)], key) * scaling).softmax(-1)
             out.append(torch.einsum("hk,khd->hd", weights, value))
     return torch.stack(out)

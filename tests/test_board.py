@@ -24,7 +24,7 @@ from bubblespec.rollout import board as boards
 from bubblespec.rollout.board import (
     INTERVAL_S,
     LINGER_S,
-    ProgressBoard,
+    ProgressSync,
     RankState,
     SharedTicks,
     Transport,
@@ -46,7 +46,7 @@ class Player:
     """A rank in one rollout: `steps` decoding steps of `step_s` seconds, then drafts of `draft_s`
     seconds until all are done."""
 
-    def __init__(self, board: ProgressBoard, steps: int, step_s: float, draft_s: float):
+    def __init__(self, board: ProgressSync, steps: int, step_s: float, draft_s: float):
         self.board, self.steps, self.step_s, self.draft_s = board, steps, step_s, draft_s
         self.clock = board.ranks.clock
         self.drafted, self.ticks, self.ends = 0, [], []
@@ -96,7 +96,7 @@ def healthy(ranks: Ranks, backend: str, num_rollouts: int) -> list:
     times: they could not, if they stood still until a tick that is not complete.
     """
     store = dist.distributed_c10d._get_default_store()
-    board, rng = ProgressBoard(ranks, HANG_S, backend), np.random.default_rng(ranks.rank)
+    board, rng = ProgressSync(ranks, HANG_S, backend), np.random.default_rng(ranks.rank)
     rollouts = []
     for number in range(num_rollouts):
         is_slow = number % ranks.world_size == ranks.rank
@@ -106,10 +106,10 @@ def healthy(ranks: Ranks, backend: str, num_rollouts: int) -> list:
         # must not be mixed up.
         before = torch.tensor([10.0**ranks.rank])
         if ranks.rank % 2:
-            ranks.sum_(before)
+            ranks.all_reduce_(before)
         player.poll()
         if ranks.rank % 2 == 0:
-            ranks.sum_(before)
+            ranks.all_reduce_(before)
         others = [rank for rank in range(ranks.world_size) if rank != ranks.rank]
         if number % 2 and is_slow:
             store.wait([f"drafted/{number}/{rank}" for rank in others])
@@ -120,7 +120,7 @@ def healthy(ranks: Ranks, backend: str, num_rollouts: int) -> list:
         calls = []
         assert board.poll(partial(calls.append, 1)) is None
         assert board.wait(partial(calls.append, 1)) is None
-        after = ranks.sum_(torch.tensor([10.0**ranks.rank]))
+        after = ranks.all_reduce_(torch.tensor([10.0**ranks.rank]))
         rollouts.append([player.ticks, player.drafted, before.item(), after.item(), len(calls)])
     return rollouts
 
@@ -146,7 +146,7 @@ def test_drafting_rank_reads_end_within_one_draft(draft_s):
 
     def work(rank: int) -> None:
         ranks = SimulatedRanks(world, rank)
-        board = ProgressBoard(ranks, 30, SimulatedTicks(ranks))
+        board = ProgressSync(ranks, 30, SimulatedTicks(ranks))
         rng = np.random.default_rng(rank)
         for _ in range(30):
             player = Player(board, 6 if rank else 0, 0.015, draft_s)
@@ -174,7 +174,7 @@ def test_drafting_rank_reads_end_within_one_draft(draft_s):
 def test_busy_rank_ticks_at_intervals_and_posts_end_at_once():
     ranks = Ranks(torch.device("cpu"))
     ranks.clock = Clock()
-    player = Player(ProgressBoard(ranks, timeout_s=100, interval_s=0.25), 10, 0.1, 0.0)
+    player = Player(ProgressSync(ranks, timeout_s=100, interval_s=0.25), 10, 0.1, 0.0)
     player.poll()
     with pytest.raises(RuntimeError, match="last tick"):
         player.board.begin()
@@ -187,7 +187,7 @@ def test_busy_rank_ticks_at_intervals_and_posts_end_at_once():
 def with_missing(ranks: Ranks, backend: str, missing: int) -> str:
     """Rank `missing` dies after its third tick: what the others raise. Ranks that hang are in
     test_distributed.py, and below in virtual time."""
-    board = ProgressBoard(ranks, HANG_S, backend, interval_s=0)
+    board = ProgressSync(ranks, HANG_S, backend, interval_s=0)
     player = Player(board, 10**6, 1e-3, 0.0)
     try:
         while True:
@@ -248,7 +248,7 @@ def test_missing_tick_raises_after_timeout(watchdog, capsys, is_done):
     call, clock = watchdog([0, 0], {})
     ranks = Ranks(torch.device("cpu"))
     ranks.world_size, ranks.watchdog, ranks.clock = 2, call, clock
-    board = ProgressBoard(ranks, 7.0, NoAnswer(clock))
+    board = ProgressSync(ranks, 7.0, NoAnswer(clock))
     message = r"^rank 1 missing in tick 0 of the set-up \(no answer for 7 s\); last heard: in a"
     with pytest.raises(RankTimeout, match=message):
         if is_done:
@@ -271,7 +271,7 @@ def test_cuda_error_at_tick_is_raised_unchanged(watchdog):
     call, clock = watchdog([0, 0], {})
     ranks = Ranks(torch.device("cpu"))
     ranks.world_size, ranks.watchdog, ranks.clock = 2, call, clock
-    board = ProgressBoard(ranks, 7.0, Broken(clock))
+    board = ProgressSync(ranks, 7.0, Broken(clock))
     with pytest.raises(torch.AcceleratorError) as raised:
         board.wait(lambda: RankState(0))
     assert raised.value is error
@@ -342,7 +342,7 @@ def test_relaxed_board_ticks_rarely():
     """Forwards of 5 ms; the distance is at most a hundredth of the rollout, or ten intervals."""
     ranks = Ranks(torch.device("cpu"))
     ranks.clock = clock = Clock()
-    board = ProgressBoard(ranks, 1000.0, ticks := Counting(clock))
+    board = ProgressSync(ranks, 1000.0, ticks := Counting(clock))
     assert not board.is_relaxed
     board.is_relaxed = True
 

@@ -160,7 +160,7 @@ def noticed_late(cuda: Cuda) -> None:
 class Forward:
     """A forward of one layer that computes nothing, for graphs; the last rank may fail."""
 
-    min_tokens, fold, is_invariant, decoder = 1, 1, False, None
+    min_tokens, queries_per_kv, is_invariant, decoder = 1, 1, False, None
 
     def __init__(self, cuda: Cuda, tp: ThreadTPGroup | None = None):
         self.cuda, self.memory, self.rank = cuda, WeakSet(), 0 if tp is None else tp.rank

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from bubblespec.draft.chains import AHEAD, LEADS, ChainRates, ChainSource, rows_to_continue
+from bubblespec.draft.chains import AHEAD, LEADS, ChainRates, DraftModelSource, rows_to_continue
 from bubblespec.draft.proposer import Proposer
 from bubblespec.draft.sources import DraftSource, TrackedRows
 from bubblespec.mechanisms.drafter import mechanism
@@ -107,12 +107,12 @@ class TimedRunner:
         return np.ones(len(slots), np.int64), np.full(len(slots), self.lead), len(slots)
 
 
-def make_source(num_rows: int, seconds: float, cost: CostModel) -> ChainSource:
+def make_source(num_rows: int, seconds: float, cost: CostModel) -> DraftModelSource:
     runner = TimedRunner(num_rows, seconds)
     return mechanism.make_source(runner, cost, runner.clock)
 
 
-def tracked(source: ChainSource) -> np.ndarray:
+def tracked(source: DraftModelSource) -> np.ndarray:
     source.begin(TrackedRows())
     return np.array([row.number for row in source.runner.engine.rows])
 

@@ -81,21 +81,25 @@ def test_text_parts_become_one_text():
     parts = [{"type": "text", "text": "add 1 "}, {"type": "text", "text": "and 1", "image": None}]
     (prompt,) = build([[SYSTEM, {"role": "user", "content": parts}]]).prompts
     assert prompt.text == [SYSTEM, {"role": "user", "content": "add 1 and 1"}]
-    assert prompt.uid == build([prompt.text]).prompts[0].uid
+    assert prompt.prompt_id == build([prompt.text]).prompts[0].prompt_id
 
 
 def test_uids_are_distinct_63_bit_hashes():
     texts = ["a"] * 50 + [f"word {i}" for i in range(500)] + [[USER], [SYSTEM], [USER]]
-    uids = [prompt.uid for prompt in build(texts).prompts]
-    assert len(set(uids)) == len(texts) and 1 << 60 < max(uids) < 1 << 63 and min(uids) >= 0
+    prompt_ids = [prompt.prompt_id for prompt in build(texts).prompts]
+    assert (
+        len(set(prompt_ids)) == len(texts)
+        and 1 << 60 < max(prompt_ids) < 1 << 63
+        and min(prompt_ids) >= 0
+    )
     # sha256sum of 0:"a" begins with 093395b438bcc297; read little-endian and shifted right by one.
-    assert uids[0] == int("97c2bc38b4953309", 16) >> 1
+    assert prompt_ids[0] == int("97c2bc38b4953309", 16) >> 1
 
 
 def test_uids_follow_prompts_when_rows_are_reordered():
     texts = [f"problem number {i}" for i in range(40)] + ["twice", "twice"]
     shuffled = random.Random(0).sample(texts, len(texts))
-    of = lambda prompts: sorted((p.text, p.uid) for p in prompts.prompts)  # noqa: E731
+    of = lambda prompts: sorted((p.text, p.prompt_id) for p in prompts.prompts)  # noqa: E731
     assert shuffled != texts and of(build(shuffled)) == of(build(texts))
     short = build(["a b c", *texts], longest=3)
     assert short.num_dropped == 0 and build(["a b c d"], longest=3).num_dropped == 1
@@ -294,8 +298,8 @@ def test_last_assistant_message_is_continued(template):
 # Batches
 
 
-def uids(prompts: PromptSet, seed: int, step: int, size: int) -> list[int]:
-    return [p.uid for p in prompts.batch(seed, step, size)]
+def prompt_ids(prompts: PromptSet, seed: int, step: int, size: int) -> list[int]:
+    return [p.prompt_id for p in prompts.batch(seed, step, size)]
 
 
 @pytest.mark.parametrize("count, size", [(23, 5), (20, 5), (5, 5), (9, 1)])
@@ -303,7 +307,7 @@ def test_every_epoch_covers_distinct_prompts(count, size):
     prompts, per_epoch, orders = numbered_prompts(count), count // size, set()
     for epoch in range(4):
         steps = range(epoch * per_epoch, (epoch + 1) * per_epoch)
-        seen = [uid for step in steps for uid in uids(prompts, 3, step, size)]
+        seen = [prompt_id for step in steps for prompt_id in prompt_ids(prompts, 3, step, size)]
         assert len(seen) == per_epoch * size == len(set(seen)), "only the remainder is left out"
         orders.add(tuple(seen))
     assert len(orders) == 4
@@ -312,8 +316,8 @@ def test_every_epoch_covers_distinct_prompts(count, size):
 def test_all_64_bits_of_seed_count():
     prompts = numbered_prompts(40)
     seeds = (2**63 - 1, 2**63, 2**63 + 1, 2**64 - 1, 0)
-    batches = [tuple(uids(prompts, seed, 5, 40)) for seed in seeds]
-    extra = [tuple(p.uid for p in prompts.extra(seed, 5, 40, set())) for seed in seeds]
+    batches = [tuple(prompt_ids(prompts, seed, 5, 40)) for seed in seeds]
+    extra = [tuple(p.prompt_id for p in prompts.extra(seed, 5, 40, set())) for seed in seeds]
     assert len({*batches, *extra}) == 10
 
 
@@ -364,12 +368,12 @@ def test_wrong_task_or_parameter_error_names_task(task, part):
 
 def test_extra_prompts_are_unused_and_a_function_of_step():
     prompts = numbered_prompts(30)
-    used = {p.uid for p in prompts.batch(0, 5, 8)}
-    first = [p.uid for p in prompts.extra(0, 5, 6, used)]
+    used = {p.prompt_id for p in prompts.batch(0, 5, 8)}
+    first = [p.prompt_id for p in prompts.extra(0, 5, 6, used)]
     assert len(set(first)) == 6 and not used & set(first)
-    assert first == [p.uid for p in prompts.extra(0, 5, 6, used)]
-    assert [p.uid for p in prompts.extra(0, 5, 3, used)] == first[:3]
-    assert first != [p.uid for p in prompts.extra(0, 6, 6, used)]
-    assert first != [p.uid for p in prompts.extra(1, 5, 6, used)]
-    following = [p.uid for p in prompts.extra(0, 5, 30, used | set(first))]
+    assert first == [p.prompt_id for p in prompts.extra(0, 5, 6, used)]
+    assert [p.prompt_id for p in prompts.extra(0, 5, 3, used)] == first[:3]
+    assert first != [p.prompt_id for p in prompts.extra(0, 6, 6, used)]
+    assert first != [p.prompt_id for p in prompts.extra(1, 5, 6, used)]
+    following = [p.prompt_id for p in prompts.extra(0, 5, 30, used | set(first))]
     assert sorted([*used, *first, *following]) == list(range(30)), "what is left, and no more"

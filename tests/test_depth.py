@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from bubblespec.engine import arrays
-from bubblespec.engine.batch import Pace
+from bubblespec.engine.batch import OverlapPolicy
 from bubblespec.engine.engine import Engine
 from bubblespec.engine.model_checks import prepare_model
 from bubblespec.engine.pages import Pages
@@ -75,7 +75,7 @@ def test_row_that_moves_while_a_forward_is_in_flight_keeps_its_tokens(baseline):
     assert as_dict(rows) == {name: of for name, of in wanted.items() if name[1] == 1}
 
 
-def rate(pace: Pace, ahead: bool, forward_s: float, host_s: float, chance: float) -> float:
+def rate(pace: OverlapPolicy, ahead: bool, forward_s: float, host_s: float, chance: float) -> float:
     """Return tokens per second of a row with drafts of 8 tokens, each right with this chance, in a
     virtual clock; what the pace has measured stays in it."""
     random, clock = np.random.default_rng(0), pace.clock
@@ -107,14 +107,16 @@ def test_pace_is_that_which_brings_more_tokens(forward_s, host_s, chance):
     """Measured at either depth it gives the same answer, where the two are not within 5%."""
     answers, rates = [], []
     for ahead in (False, True):
-        pace = Pace(Clock())
+        pace = OverlapPolicy(Clock())
         rates.append(rate(pace, ahead, forward_s, host_s, chance))
         answers.append(pace.goes_ahead(1, 1))
         assert pace.goes_ahead(1, 0)
     if abs(rates[1] / rates[0] - 1) > 0.05:
         assert answers == [rates[1] > rates[0]] * 2
-    assert not Pace().goes_ahead(8, 1), "nothing has been measured"
-    assert not Pace(is_shared=True).goes_ahead(8, 1) and Pace(is_shared=True).goes_ahead(8, 0)
+    assert not OverlapPolicy().goes_ahead(8, 1), "nothing has been measured"
+    assert not OverlapPolicy(is_shared=True).goes_ahead(8, 1) and OverlapPolicy(
+        is_shared=True
+    ).goes_ahead(8, 0)
 
 
 def test_forward_without_samples_is_waited_for(monkeypatch, baseline):

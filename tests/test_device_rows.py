@@ -8,9 +8,16 @@ from test_triton_ops import DEVICE
 from test_triton_ops import pytestmark as pytestmark
 
 from bubblespec.engine.arrays import ragged
-from bubblespec.engine.batch import Plan, Standing, Texts, draft_of, num_accepted, num_gained
+from bubblespec.engine.batch import (
+    Plan,
+    RowPosition,
+    RowUpdates,
+    draft_of,
+    num_accepted,
+    num_gained,
+)
 from bubblespec.engine.kv_cache import SPLIT, KVCache
-from bubblespec.engine.ops.view import View
+from bubblespec.engine.ops.view import AttentionMetadata
 from bubblespec.engine.pages import Pages
 from bubblespec.engine.sampling import stream_counters
 from bubblespec.engine.step_graphs import DeviceRows
@@ -23,7 +30,7 @@ def host(tensor: torch.Tensor) -> np.ndarray:
     return tensor.cpu().numpy()
 
 
-def make_case(random: np.random.Generator) -> tuple[Plan, Texts, np.ndarray]:
+def make_case(random: np.random.Generator) -> tuple[Plan, RowUpdates, np.ndarray]:
     """Return a plan, where its rows stand by then, and whether each has ended."""
     rows = int(random.integers(1, SLOTS + 1))
     prompt = random.integers(1, 12, rows)
@@ -50,7 +57,7 @@ def make_case(random: np.random.Generator) -> tuple[Plan, Texts, np.ndarray]:
     flat = np.concatenate([np.empty(0, np.int64), *proposals])
     plan = Plan(start, count, known, slots, num_proposed, flat, Load(rows, int(count.sum())))
     said = np.concatenate([of[:size] for of, size in zip(tokens, length, strict=True)])
-    return plan, Texts(np.arange(rows), length, prompt, total, said), random.random(rows) < 0.2
+    return plan, RowUpdates(np.arange(rows), length, prompt, total, said), random.random(rows) < 0.2
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -75,14 +82,16 @@ def test_kernels_equal_the_rule_in_numpy(seed):
         got, place, position = torch.zeros(3, TOKENS, dtype=torch.int32, device=DEVICE)
         first, slot = torch.zeros(2, SLOTS + TOKENS // 2 + 1, dtype=torch.int32, device=DEVICE)
         table = cache.block_table(torch.device(DEVICE))
-        view = View(place, position, first, slot[:-1], table, max_q, pages.slot_length, SPLIT)
+        view = AttentionMetadata(
+            place, position, first, slot[:-1], table, max_q, pages.slot_length, SPLIT
+        )
         rows.fill(got, view)
 
         text = np.zeros((SLOTS, MAX_LENGTH), np.int64)
         row, offset = ragged(texts.length)
         text[row, offset] = texts.tokens
         of = plan.slots
-        standing = Standing(text, of, texts.length[of], texts.total[of], ~has_ended[of])
+        standing = RowPosition(text, of, texts.length[of], texts.total[of], ~has_ended[of])
         num_draft, draft = draft_of(plan, standing)
         begin = plan.start + texts.length - plan.known
         fed = plan.count.copy()
@@ -149,7 +158,7 @@ def test_rows_move_with_all_that_is_known_of_them():
     cache = KVCache(3, 16, 1, Pages.for_rows(3, 16, 4))
     rows = DeviceRows(cache, 16, 8, torch.device(DEVICE))
     state = rows.state
-    texts = Texts(*(np.array(of) for of in ([0, 2], [3, 2], [2, 1], [9, 8], [5, 6, 7, 8, 9])))
+    texts = RowUpdates(*(np.array(of) for of in ([0, 2], [3, 2], [2, 1], [9, 8], [5, 6, 7, 8, 9])))
     rows.write(texts, np.array([(1, 2, 3), (4, 5, 6)]))
     rows.move(2, 0)
     assert state.tokens[0, :2].tolist() == [8, 9] and state.state[:, 0].tolist() == [2, 1, 8, 0]

@@ -19,7 +19,7 @@ from bubblespec.distributed import ranks as distributed
 from bubblespec.distributed.processes import end_early
 from bubblespec.distributed.ranks import Ranks, StopRequested, ranks_from_environment, signals_stop
 from bubblespec.errors import InputError, RankTimeout
-from bubblespec.rollout.board import ProgressBoard, RankState
+from bubblespec.rollout.board import ProgressSync, RankState
 from tests.helpers import warm
 from tests.helpers.checks import is_alive, pids_in, wait_until
 from tests.helpers.clocks import Clock, ClockThatSkips
@@ -159,7 +159,7 @@ def test_forked_child_ends_with_killed_rank(tmp_path):
 
 
 COLLECTIVES = {
-    "sum": lambda ranks: ranks.sum_(torch.ones(1000)),
+    "sum": lambda ranks: ranks.all_reduce_(torch.ones(1000)),
     "gather_ragged": lambda ranks: ranks.gather_ragged(np.arange(ranks.rank)),
 }
 
@@ -294,7 +294,7 @@ def stops_at(ranks: Ranks, stopped: int) -> list:
     """One rank is told to stop in a rollout with ticks, one in a wait; where each rank has got to,
     round after round."""
     seen = []
-    board = ProgressBoard(ranks, 60, interval_s=0)
+    board = ProgressSync(ranks, 60, interval_s=0)
     board.begin()
     while not board.is_over:
         while board.poll(lambda: RankState(1, must_stop=ranks.must_stop)) is not None:

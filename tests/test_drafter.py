@@ -83,8 +83,8 @@ def make_rows(count: int, num_generations: int, first: int = 0) -> list[Row]:
     sizes = random.choice([1, 2, 9, 50], count)
     prompts = [tuple(random.integers(12, VOCAB, size).tolist()) for size in sizes]
     return [
-        Row(SampleId(first + uid, 3, sample), prompt, 60)
-        for uid, prompt in enumerate(prompts)
+        Row(SampleId(first + prompt_id, 3, sample), prompt, 60)
+        for prompt_id, prompt in enumerate(prompts)
         for sample in range(num_generations)
     ]
 

@@ -184,7 +184,7 @@ class TwoRanks:
     def __init__(self, theirs: torch.Tensor):
         self.theirs = theirs
 
-    def sum_(self, tensor: torch.Tensor) -> torch.Tensor:
+    def all_reduce_(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor + self.theirs
 
 

@@ -15,15 +15,15 @@ from bubblespec.planner.chooser import DRAFTS, Chooser
 from bubblespec.planner.stats import RunStats
 from bubblespec.records import Samples, Span, StepRecord
 from bubblespec.rollout.sampler import Sampler
-from bubblespec.types import Group, Launch, Prompt
+from bubblespec.types import Group, Prompt, StepBatch
 from tests.helpers.rows import record_of, samples_of
 
 WANTED = 6
 
 
-def reward_of(uid: int, sample: int, useful_every: int) -> float:
-    """Groups of prompts whose uid is a multiple of `useful_every` differ, the others do not."""
-    return float(sample == 1) if uid % useful_every == 0 else 1.0
+def reward_of(prompt_id: int, sample: int, useful_every: int) -> float:
+    """Groups of prompts with a multiple of `useful_every` as id differ, the others do not."""
+    return float(sample == 1) if prompt_id % useful_every == 0 else 1.0
 
 
 def sample_with(
@@ -31,17 +31,19 @@ def sample_with(
 ) -> tuple[StepRecord, list[list[int]]]:
     shape = {"num_prompts_per_step": WANTED, "num_generations": 2}
     rollout = RolloutConfig(**shape, dynamic_sampling_max_batches=max_batches)
-    prompts = [Prompt(uid, str(uid), (1, 2), {}) for uid in range(num_prompts)]
+    prompts = [Prompt(prompt_id, str(prompt_id), (1, 2), {}) for prompt_id in range(num_prompts)]
     schedule, batches = StepSchedule(PromptSet(prompts, 0), 0, WANTED, 2), []
 
-    def generate(sampler, launch: Launch, step, used):
-        number, uids = len(batches), [group.prompt.uid for group in launch.groups]
-        batches.append(uids)
-        assert [group.prompt.uid for group in used] == list(itertools.chain(*batches))
-        rewards = np.array([[reward_of(uid, j, useful_every) for j in range(2)] for uid in uids])
-        tokens = [np.array([uid, j], np.int32) for uid in uids for j in range(2)]
+    def generate(sampler, launch: StepBatch, step, used):
+        number, prompt_ids = len(batches), [group.prompt.prompt_id for group in launch.groups]
+        batches.append(prompt_ids)
+        assert [group.prompt.prompt_id for group in used] == list(itertools.chain(*batches))
+        rewards = np.array(
+            [[reward_of(prompt_id, j, useful_every) for j in range(2)] for prompt_id in prompt_ids]
+        )
+        tokens = [np.array([prompt_id, j], np.int32) for prompt_id in prompt_ids for j in range(2)]
         samples = samples_of(launch.groups, tokens, rewards=rewards.reshape(-1, 1))
-        fields = {"step": step, "owners": np.repeat(uids, 2)}
+        fields = {"step": step, "owners": np.repeat(prompt_ids, 2)}
         fields |= {"stages": [Span("gen", float(number), number + 1.0)]}
         return record_of(samples, rewards, drafts=dict.fromkeys(samples.ids[::3]), **fields)
 
@@ -55,7 +57,7 @@ def sample_with(
 
 
 def uids_of(samples: Samples) -> list[int]:
-    return [group.prompt.uid for group in samples.groups]
+    return [group.prompt.prompt_id for group in samples.groups]
 
 
 @pytest.mark.parametrize("step", range(4))
@@ -64,7 +66,7 @@ def test_useless_groups_are_replaced_by_first_useful_groups(monkeypatch, useful_
     record, batches = sample_with(monkeypatch, useful_every, step=step)
     generated = list(itertools.chain(*batches))
     assert len(set(generated)) == len(generated), "a prompt's noise keys would be used twice"
-    useful = [uid for uid in generated if uid % useful_every == 0]
+    useful = [prompt_id for prompt_id in generated if prompt_id % useful_every == 0]
     assert uids_of(record.samples)[: len(useful)] == useful[:WANTED] or len(useful) < WANTED
     assert uids_of(record.generated) == generated
     assert record.owners.tolist() == np.repeat(generated, 2).tolist()
@@ -75,18 +77,18 @@ def test_useless_groups_are_replaced_by_first_useful_groups(monkeypatch, useful_
     seen = []
     for batch, following in itertools.pairwise(batches):
         seen += batch
-        num_useful = sum(uid % useful_every == 0 for uid in seen)
+        num_useful = sum(prompt_id % useful_every == 0 for prompt_id in seen)
         needed = math.ceil((WANTED - num_useful) * len(seen) / max(num_useful, 1e-9))
         assert len(following) == min(WANTED, needed)
     assert len(useful) >= WANTED or len(batches) == 4
     # Everything of a group goes with it.
     generated = (record.generated, record.all_rewards)
     for samples, rewards in ((record.samples, record.rewards), generated):
-        for index, uid in enumerate(np.repeat(uids_of(samples), 2).tolist()):
+        for index, prompt_id in enumerate(np.repeat(uids_of(samples), 2).tolist()):
             group, number = divmod(index, 2)
-            assert samples.tokens[index].tolist() == [uid, number]
+            assert samples.tokens[index].tolist() == [prompt_id, number]
             assert rewards[group, number] == samples.rewards[index, 0]
-            assert rewards[group, number] == reward_of(uid, number, useful_every)
+            assert rewards[group, number] == reward_of(prompt_id, number, useful_every)
 
 
 def test_rollouts_of_replacements_do_without_the_same_parts(monkeypatch):
@@ -102,7 +104,7 @@ def test_rollouts_of_replacements_do_without_the_same_parts(monkeypatch):
     stats.chooser._off = {3: frozenset([DRAFTS])}
     parts = {"stats": stats, "proposer": object(), "mechanisms": []}
     sampler = Sampler(**dict.fromkeys(Sampler.__dataclass_fields__) | parts)
-    launch = Launch([Group(Prompt(0, "", (1,), {}), 0)], 1, 2)
+    launch = StepBatch([Group(Prompt(0, "", (1,), {}), 0)], 1, 2)
     for used in (launch.groups, 2 * launch.groups):
         sampler.plan(launch, 3, used)
     assert taken == [{DRAFTS}, {DRAFTS}]
@@ -119,15 +121,19 @@ def test_equal_groups_stay_without_replacements(monkeypatch, max_batches):
 def test_groups_keep_order_when_data_runs_out(monkeypatch, step):
     options = {"num_prompts": 10, "step": step, "max_batches": 9}
     record, batches = sample_with(monkeypatch, useful_every=7, **options)
-    generated, uids = list(itertools.chain(*batches)), uids_of(record.samples)
+    generated, prompt_ids = list(itertools.chain(*batches)), uids_of(record.samples)
     assert sorted(generated) == list(range(10))
-    assert len(uids) == WANTED and {0, 7} <= set(uids), "both useful ones, and four others"
-    assert uids == [uid for uid in generated if uid in uids]
+    assert len(prompt_ids) == WANTED and {0, 7} <= set(prompt_ids), (
+        "both useful ones, and four others"
+    )
+    assert prompt_ids == [prompt_id for prompt_id in generated if prompt_id in prompt_ids]
 
 
 def test_samples_of_groups_and_joined_are_the_same_samples():
     rng = np.random.default_rng(0)
-    groups = [Group(Prompt(uid, "p", (uid,), {}), 3 * uid) for uid in range(4)]
+    groups = [
+        Group(Prompt(prompt_id, "p", (prompt_id,), {}), 3 * prompt_id) for prompt_id in range(4)
+    ]
     arrays = [[rng.normal(size=n).astype(np.float32) for n in range(1, 13)] for _ in range(2)]
     names = ("tokens", "logprob", "is_truncated", "rewards")
     columns = (*arrays, rng.random(12) < 0.5, rng.normal(size=(12, 2)))

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from bubblespec.engine.arrays import unpacked
-from bubblespec.engine.batch import Batch, Drawn, SamplingParams
+from bubblespec.engine.batch import Batch, SamplerOutput, SamplingParams
 from bubblespec.engine.engine import Engine
 from bubblespec.engine.pages import Pages
 from bubblespec.types import Load, Row, SampleId
@@ -19,7 +19,7 @@ PARAMS = SamplingParams(stop_token_ids=(STOP,))
 class TextRunner:
     """Each row generates its text. In place of keys and values the cache has tokens, or -1."""
 
-    depth, keeps_rows, is_shared = 0, False, False
+    depth, supports_overlap, is_shared = 0, False, False
 
     def __init__(
         self,
@@ -72,7 +72,7 @@ class TextRunner:
         page, offset = np.divmod(position, self.pages.page_size)
         return self.pages.table[slot, page], offset
 
-    def launch(self, batch: Batch, params) -> Callable[[], Drawn]:
+    def launch(self, batch: Batch, params) -> Callable[[], SamplerOutput]:
         self.batch = batch
         assert batch.load.tokens == len(batch.tokens) <= self.max_num_batched_tokens
         self.cache[self.place_of(*batch.index)] = batch.tokens
@@ -89,7 +89,7 @@ class TextRunner:
             padded = self.texts[self.rows[slot].id] + [0] * len(draft)
             tokens += padded[generated : generated + len(draft) + 1]
         drawn = np.array(tokens, np.int64)
-        return lambda: Drawn(drawn, -drawn.astype(float))
+        return lambda: SamplerOutput(drawn, -drawn.astype(float))
 
 
 class FixedDrafts(Drafts):
@@ -99,13 +99,13 @@ class FixedDrafts(Drafts):
 
     def observe(self, rows, tokens, num_gained, num_draft, num_accepted):
         gained = [of.tolist() for of in unpacked(tokens, num_gained)]
-        uids = [row.id.uid for row in rows]
-        self.seen += zip(uids, gained, num_draft.tolist(), num_accepted.tolist(), strict=True)
+        prompt_ids = [row.id.prompt_id for row in rows]
+        self.seen += zip(prompt_ids, gained, num_draft.tolist(), num_accepted.tolist(), strict=True)
 
 
 def test_batches_equal_hand_made_batches():
     """Two rows of one prompt, a third in the queue, a draft that is half right, a replaced row."""
-    ids = [SampleId(uid, 2, sample) for uid, sample in ((1, 0), (1, 1), (5, 0))]
+    ids = [SampleId(prompt_id, 2, sample) for prompt_id, sample in ((1, 0), (1, 1), (5, 0))]
     runner = TextRunner(2, 10, 4, {ids[0]: [4, 3, 2, STOP], ids[1]: [6, 7, 6], ids[2]: [8]})
     engine = Engine(runner)
     assert engine.step(PARAMS) == ([], None)
@@ -182,7 +182,7 @@ def test_random_schedules_generate_the_given_texts(seed):
     if seed >= 8:
         pages = Pages(num_slots, 40, 40 // size * int(rng.integers(1, num_slots + 1)), size)
     runner = TextRunner(num_slots, 40, int(rng.integers(num_slots, 40)), texts, pages)
-    engine, rows = Engine(runner), [Row(i, prompts[i.uid], 26) for i in ids]
+    engine, rows = Engine(runner), [Row(i, prompts[i.prompt_id], 26) for i in ids]
 
     def guess(row: Row, length: int) -> np.ndarray | None:
         tokens = np.array(texts[row.id][length : length + rng.integers(0, 8)], np.int64)
@@ -243,11 +243,11 @@ def test_youngest_row_is_preempted_when_pages_run_out():
 
 def test_drafts_leave_the_pages_needed_by_rows():
     """Five pages: two rows with a page each draft to the end of another; then one page is left."""
-    ids = [SampleId(uid, 0, 0) for uid in range(2)]
+    ids = [SampleId(prompt_id, 0, 0) for prompt_id in range(2)]
     texts = {i: [*range(10, 25), STOP] for i in ids}
     pages = Pages(2, 20, 5, 4)
     engine = Engine(TextRunner(2, 20, 30, texts, pages))
-    engine.add([Row(i, (1 + i.uid, 2), 16) for i in ids])
+    engine.add([Row(i, (1 + i.prompt_id, 2), 16) for i in ids])
     engine.step(PARAMS)
     engine.step(PARAMS, FixedDrafts({i: texts[i][1:] for i in ids}))
     assert engine.runner.batch.num_draft.tolist() == [5, 5] and pages.num_free == 1

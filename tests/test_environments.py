@@ -159,7 +159,7 @@ def test_scripted_episode_equals_the_tool_loop_of_trl(family, tokenizer):
     if family == "qwen3":  # its template shows nothing of lists
         tools["numbers"] = functools.wraps(tools["numbers"])(lambda upto: str(list(range(upto))))
     is_async = {name: name == "later" for name in tools}
-    prompt_ids = tokenizer.apply_chat_template(
+    prompt_tokens = tokenizer.apply_chat_template(
         begun, tools=list(tools.values()), add_generation_prompt=True, return_dict=False
     )
     thread, loop, ready = trl.trainer.utils.start_event_loop_in_daemon(name="tools")
@@ -179,14 +179,14 @@ def test_scripted_episode_equals_the_tool_loop_of_trl(family, tokenizer):
         _generate_single_turn=lambda *_, **__: ([next(rest)], None),
     )
     first = trl.chat_template_utils.parse_response(
-        tokenizer, ids[0], prefix=prompt_ids, tools=trainer.tools
+        tokenizer, ids[0], prefix=prompt_tokens, tools=trainer.tools
     )
     mask, _, (completion,), _, num_calls, num_failed, _ = trl.GRPOTrainer._tool_call_loop(
-        trainer, [begun], [prompt_ids], [list(ids[0])], [[first]], None, None, {}
+        trainer, [begun], [prompt_tokens], [list(ids[0])], [[first]], None, None, {}
     )
     trl.trainer.utils.shutdown_event_loop_in_daemon(thread, loop)
 
-    assert [*prompt.token_ids, *begin.ids] == prompt_ids
+    assert [*prompt.token_ids, *begin.ids] == prompt_tokens
     pairs = list(zip(ids, observations, strict=True))
     assert completion == [token for turn, o in pairs for token in [*turn, *o.ids.tolist()]]
     assert mask[0] == [m for turn, o in pairs for m in [1] * len(turn) + [0] * len(o.ids)]

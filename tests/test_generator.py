@@ -126,8 +126,8 @@ def test_drafts_beyond_budget_or_limits_are_cut(model, num_slots, max_num_batche
         def observe(self, rows, tokens, num_gained, num_draft, num_accepted):
             assert (num_accepted <= num_gained).all()
 
-    for uid, prompt in enumerate(make_prompts(3, 15)):
-        engine.add([Row(SampleId(uid, 3, j), prompt, 4 + 3 * j) for j in range(4)])
+    for prompt_id, prompt in enumerate(make_prompts(3, 15)):
+        engine.add([Row(SampleId(prompt_id, 3, j), prompt, 4 + 3 * j) for j in range(4)])
     while not engine.is_idle:
         count = len(offered)
         _, load = engine.step(PLAIN, TooMany())

@@ -54,7 +54,7 @@ def test_captured_sums_have_a_group_of_their_own(monkeypatch, groups):
     """It is made once, when the ranks first connect, and the other sums are in the ranks' own."""
     tp, tensor = tp_group(monkeypatch, GPU), torch.ones(3).as_subclass(OnGpu)
     assert tp.can_capture
-    tp.sum_(tensor)
+    tp.all_reduce_(tensor)
     assert groups == [None] and num_groups() == 1
     for _ in range(2):
         tp.connect(tensor)
@@ -62,13 +62,13 @@ def test_captured_sums_have_a_group_of_their_own(monkeypatch, groups):
     assert first is not None and first is not dist.group.WORLD and others == [first, first]
     assert num_groups() == 2
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    tp.sum_(tensor)
+    tp.all_reduce_(tensor)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    tp.sum_(tensor)
+    tp.all_reduce_(tensor)
     assert groups[4:] == [first, None] and num_groups() == 2
 
 
 def test_sums_on_a_cpu_have_no_group_of_graphs(monkeypatch, groups):
     tp = tp_group(monkeypatch, torch.device("cpu"))
-    tp.sum_(torch.ones(3))
+    tp.all_reduce_(torch.ones(3))
     assert not tp.can_capture and num_groups() == 1 and tp._captured is None

@@ -160,12 +160,13 @@ def test_step_copies_once_launches_two_and_then_waits_once(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "fold, num_slots, largest", [(1, 1024, 1024), (3, 128, 2048), (7, 7, 700), (1, 300, 300)]
+    "queries_per_kv, num_slots, largest",
+    [(1, 1024, 1024), (3, 128, 2048), (7, 7, 700), (1, 300, 300)],
 )
-def test_every_number_of_tokens_fits_a_graph(num_slots, largest, fold):
+def test_every_number_of_tokens_fits_a_graph(num_slots, largest, queries_per_kv):
     """Padding is at most a third beyond eight tokens, in no sequence, and in the spare page."""
-    rng, cache = np.random.default_rng(num_slots + fold), KVCache(num_slots, 4096)
-    forward = SimpleNamespace(min_tokens=1, fold=fold, is_invariant=False)
+    rng, cache = np.random.default_rng(num_slots + queries_per_kv), KVCache(num_slots, 4096)
+    forward = SimpleNamespace(min_tokens=1, queries_per_kv=queries_per_kv, is_invariant=False)
     graphs = GraphPool(forward, cache, largest)
     assert len(graphs.shapes) <= 50 and graphs.shapes == sorted(graphs.shapes, reverse=True)
     shapes = set()
@@ -180,9 +181,9 @@ def test_every_number_of_tokens_fits_a_graph(num_slots, largest, fold):
         shape = graphs.shape_of(packing.count)
         shapes.add(shape)
         assert tokens <= shape.tokens < max(2 * tokens, tokens * 1.34 + 256 * (tokens > 1024), 2)
-        tile = shape.max_q * fold
-        assert tile <= TILES[-1] and (tile > TILES[0] - fold or shape.max_q == 1)
-        small = max(TILES[0] // fold, 1)
+        tile = shape.max_q * queries_per_kv
+        assert tile <= TILES[-1] and (tile > TILES[0] - queries_per_kv or shape.max_q == 1)
+        small = max(TILES[0] // queries_per_kv, 1)
         assert (shape.max_q == small) == (count.max() <= small)
         inputs = np.zeros((FIELDS, shape.tokens + 1), np.int32)
         padded(np.full(tokens, 9), packing, shape, inputs)
@@ -199,7 +200,7 @@ def test_every_number_of_tokens_fits_a_graph(num_slots, largest, fold):
 
 
 def test_invariant_forwards_have_one_kind_of_tile():
-    forward = SimpleNamespace(min_tokens=64, fold=4, is_invariant=True)
+    forward = SimpleNamespace(min_tokens=64, queries_per_kv=4, is_invariant=True)
     shapes = GraphPool(forward, KVCache(9, 4096), 512).shapes
     assert {shape.max_q for shape in shapes} == {16} and shapes[-1].tokens == 64
 
@@ -243,7 +244,7 @@ def test_graphs_of_sampling_without_memory_leave_the_rows_as_they_are(monkeypatc
     fail_at(monkeypatch, [3, 4])
     engine = make_engine(model, 2, **FEW)
     assert as_dict(engine.run(make_few(), WARM)) == wanted
-    assert not engine.runner.keeps_rows and capsys.readouterr().err.startswith(WARNING)
+    assert not engine.runner.supports_overlap and capsys.readouterr().err.startswith(WARNING)
 
 
 def test_graphs_of_sampling_are_tried_again_when_memory_runs_out(monkeypatch, capsys):
@@ -278,8 +279,8 @@ class CapturedSums(ThreadTPGroup):
     can_capture = True
     captures = None
 
-    def sum_(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor if self.captures.stage == "capture" else super().sum_(tensor)
+    def all_reduce_(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor if self.captures.stage == "capture" else super().all_reduce_(tensor)
 
 
 def run_ranks(monkeypatch, model, work) -> list:

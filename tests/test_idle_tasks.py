@@ -13,13 +13,13 @@ from bubblespec.draft.store import TextStore
 from bubblespec.engine.engine import Engine
 from bubblespec.mechanisms.drafter.training import LITTLE_S, MAX_SHARE, TrainDrafter
 from bubblespec.mechanisms.stream_gradients import StreamGradients
-from bubblespec.planner.drafts import Job
+from bubblespec.planner.drafts import DraftRequest
 from bubblespec.records import ForwardRecord, IdleUse, RolloutRecord, Span
 from bubblespec.rollout.drafting import MAX_IDLE_FORWARDS, DraftAhead, assign
-from bubblespec.rollout.plan import LocalWork, RankView
+from bubblespec.rollout.plan import IdleTask, RankView
 from bubblespec.tools.simulate.runner import SimulatedRunner
 from bubblespec.tools.simulate.world import SimulatedRanks, World
-from bubblespec.types import Draft, Launch, Load, Row, SampleId
+from bubblespec.types import Draft, Load, Row, SampleId, StepBatch
 from tests.helpers.clocks import Clock
 from tests.helpers.rollouts import ALONE, PARAMS, fixed_cost, groups_of, rows_of
 from tests.helpers.rows import loop_of, numbered
@@ -31,7 +31,7 @@ from tests.helpers.rows import loop_of, numbered
 def test_jobs_are_assigned_once_to_allowed_ranks(seed):
     rng = np.random.default_rng(seed)
     num_ranks = int(rng.integers(1, 5))
-    jobs = [Job(n, *rng.uniform(0.1, 2.0, 2).tolist(), n < 4) for n in range(8)]
+    jobs = [DraftRequest(n, *rng.uniform(0.1, 2.0, 2).tolist(), n < 4) for n in range(8)]
     has_rows = (rng.random(num_ranks) < 0.5).tolist()
     capacities = rng.integers(0, 4, num_ranks).tolist()
     before = copy.deepcopy((jobs, capacities, has_rows))
@@ -45,12 +45,12 @@ def test_jobs_are_assigned_once_to_allowed_ranks(seed):
 
 
 def test_assignment_is_round_robin_from_waiting_ranks():
-    jobs = [Job(number, 1.0, 1.0, co_scheduled=True) for number in range(5)]
+    jobs = [DraftRequest(number, 1.0, 1.0, co_scheduled=True) for number in range(5)]
     given = assign(jobs, [4, 4, 1], [True, True, False])
     assert [[job.key for job in of] for of in given] == [[1, 3], [2, 4], [0]]
 
 
-class FakeWork(LocalWork):
+class FakeWork(IdleTask):
     def __init__(self, seconds: float, saved_s: float, is_due: bool = True):
         self.slice, self.is_due = (seconds, saved_s), is_due
 
@@ -105,7 +105,7 @@ def rows_in(task: DraftAhead) -> list[Row]:
 
 def drafting(view: RankView, num_plans: int = 20, store=None, cost=None, **options) -> DraftAhead:
     names = [SampleId(5, 1, n) for n in range(num_plans)]
-    plans = [Job(name, 1.0, 0.5, name.sample < 10, prompt=(1, 2)) for name in names]
+    plans = [DraftRequest(name, 1.0, 0.5, name.sample < 10, prompt=(1, 2)) for name in names]
     cost, options = cost or fixed_cost(), {"version": 3, "max_new_tokens": 30, **options}
     proposer = make_proposer(["bubble"], TextStore(0), cost, has_drafts=True)
     proposer.begin()
@@ -114,7 +114,7 @@ def drafting(view: RankView, num_plans: int = 20, store=None, cost=None, **optio
     return task
 
 
-def give(task: DraftAhead, count: int, rank: int = 0) -> list[Job]:
+def give(task: DraftAhead, count: int, rank: int = 0) -> list[DraftRequest]:
     jobs = list(task.jobs())[:count]
     for job in jobs:
         task.accept(job, rank)
@@ -233,7 +233,7 @@ class FakeGradients:
 
 def streaming(rewards=(1.0, 0.0, 2.0, 2.0), own=None, **rollout):
     """Two groups of two responses of 10, 20, 30 and 40 tokens, all of this rank and scored."""
-    launch = Launch(groups_of(0)[:2], 2, 2)
+    launch = StepBatch(groups_of(0)[:2], 2, 2)
     texts = [np.arange(10 * n) for n in range(1, 5)]
     rows = [
         Row(*of, logprob=-0.1 * of[-1])

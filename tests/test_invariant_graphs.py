@@ -94,7 +94,9 @@ def test_token_has_the_same_bits_in_every_forward(products):
         found.append(torch.cat(states))
     assert all(torch.equal(other, found[0]) for other in found[1:])
     assert {view.max_keys > SPLIT for view in views} == {False, True}
-    assert {(view.max_q, view.split) for view in views} == {(TILES[-1] // forward.fold, SPLIT)}
+    assert {(view.max_q, view.split) for view in views} == {
+        (TILES[-1] // forward.queries_per_kv, SPLIT)
+    }
 
 
 def test_rows_have_the_same_bits_with_and_without_graphs(products):

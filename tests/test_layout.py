@@ -112,18 +112,18 @@ def test_imports_point_down():
 def test_no_imports_in_a_circle():
     done: set[str] = set()
 
-    def visit(module: str, path: tuple[str, ...]) -> None:
+    def draw_index(module: str, path: tuple[str, ...]) -> None:
         assert module not in path, " -> ".join((*path[path.index(module) :], module))
         if module not in done:
             for other in GRAPH[module] - {"bubblespec"}:
                 if not other.startswith(f"{module}.") and not module.startswith(
                     f"{other}."
                 ):  # a package and what it exports
-                    visit(other, (*path, module))
+                    draw_index(other, (*path, module))
             done.add(module)
 
     for module in FILES:
-        visit(module, ())
+        draw_index(module, ())
 
 
 def test_only_tools_import_mechanisms():

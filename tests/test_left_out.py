@@ -58,7 +58,9 @@ def test_ranks_leave_out_the_same_prompts(tmp_path, capfd, rule):
 
 def made(rewards: list[list[float]], num_wanted: int) -> StepRecord:
     """A step whose groups, of uids 0, 1, ..., got these rewards."""
-    groups = [Group(Prompt(uid, str(uid), (1, 2), {}), 0) for uid in range(len(rewards))]
+    groups = [
+        Group(Prompt(prompt_id, str(prompt_id), (1, 2), {}), 0) for prompt_id in range(len(rewards))
+    ]
     size = len(rewards[0])
     tokens = [np.array([1], np.int32)] * (size * len(groups))
     samples = samples_of(groups, tokens, rewards=np.reshape(rewards, (-1, 1)))

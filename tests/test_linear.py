@@ -216,7 +216,7 @@ def test_ranks_decide_together_and_by_a_margin(monkeypatch, make_model):
     mine = iter(everyone)
 
     class Two(Ranks):
-        def gather(self, array):
+        def all_gather(self, array):
             return np.stack(everyone) if array.dtype == np.float64 else np.zeros((2, 1))
 
     chosen = []

@@ -22,7 +22,7 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from bubblespec.engine.model_checks import prepare_model
 from bubblespec.records import digest
 from bubblespec.rollout.sampler import gather_samples
-from bubblespec.rollout.table import RowTable
+from bubblespec.rollout.table import RolloutProgress
 from bubblespec.tools.simulate.world import SimulatedRanks, World
 from tests.helpers.reference_step import (
     jensen_shannon,
@@ -186,7 +186,7 @@ def test_mask_travels_with_log_probabilities():
     rank_of = np.arange(len(samples)) % 2
 
     def work(rank: int) -> None:
-        ranks, table = SimulatedRanks(world, rank), RowTable(launch, rank_of, rank)
+        ranks, table = SimulatedRanks(world, rank), RolloutProgress(launch, rank_of, rank)
         rows = table.make_rows(20)
         for index, row in rows.items():
             row.tokens, row.finish = samples.tokens[index].astype(np.int64), "stop"

@@ -185,7 +185,7 @@ class Cuda:
         monkeypatch.setattr(memory, "gradient_peak", lambda config, learner: peak)
         monkeypatch.setattr(memory, "forward_peak", lambda config, learner: FORWARD)
 
-    def gather(self, array: np.ndarray) -> np.ndarray:
+    def all_gather(self, array: np.ndarray) -> np.ndarray:
         return np.stack([array, *(np.full_like(array, other) for other in self.others)])
 
 

@@ -20,8 +20,10 @@ from bubblespec.engine.sampling import (
 from tests.helpers import reference_step
 
 
-def keys_for(seed=0, uid=0, step=0, sample=0, position=0) -> torch.Tensor:
-    arrays = np.broadcast_arrays(*(np.asarray(v, np.int64) for v in (uid, step, sample, position)))
+def keys_for(seed=0, prompt_id=0, step=0, sample=0, position=0) -> torch.Tensor:
+    arrays = np.broadcast_arrays(
+        *(np.asarray(v, np.int64) for v in (prompt_id, step, sample, position))
+    )
     return torch.from_numpy(stream_keys(seed, *(np.atleast_1d(a).ravel() for a in arrays)))
 
 
@@ -52,11 +54,11 @@ def test_keys_equal_philox_of_seed_and_counter(seed):
 
 
 def test_no_two_positions_share_a_stream():
-    uids = [0, 1, 2, 1 << 31, 1 << 32, (1 << 32) + 1, (1 << 63) - 1]
+    prompt_ids = [0, 1, 2, 1 << 31, 1 << 32, (1 << 32) + 1, (1 << 63) - 1]
     steps = [0, 1, 2, 1000, EVALUATION, EVALUATION + 1, (1 << 32) - 1]
     samples = [0, 1, 2, 3, MAX_SAMPLES - 1]
     positions = [*range(400), MAX_POSITIONS - 1]
-    grid = np.array(list(itertools.product(uids, steps, samples, positions)), np.int64).T
+    grid = np.array(list(itertools.product(prompt_ids, steps, samples, positions)), np.int64).T
     keys = stream_keys(7, *grid)
     assert len(np.unique(keys, axis=0)) == grid.shape[1] > 90_000
 
@@ -74,14 +76,14 @@ def test_bits_are_uniform_and_independent():
     from scipy import stats
 
     positions = np.arange(200)
-    bits = random_bits(keys_for(uid=1, position=positions), 5000)
+    bits = random_bits(keys_for(prompt_id=1, position=positions), 5000)
     counts = np.bincount((bits >> 23).ravel().numpy(), minlength=256)
     assert stats.chisquare(counts).pvalue > 1e-4
     each_bit = torch.stack([(bits >> i) & 1 for i in range(31)]).double().mean(dim=(1, 2))
     assert (each_bit - 0.5).abs().max() < 5 * 0.5 / bits.numel() ** 0.5
     # Product moments of neighbouring positions, tokens, samples and steps.
     u, sample, step = (
-        random_bits(keys_for(uid=1, position=positions, **of), 5000).double() / 2**31 - 0.5
+        random_bits(keys_for(prompt_id=1, position=positions, **of), 5000).double() / 2**31 - 0.5
         for of in ({}, {"sample": 1}, {"step": 1})
     )
     neighbours = (u[1:], u[:-1]), (u[:, 1:], u[:, :-1]), (u[:, 2:], u[:, :-2])
@@ -94,7 +96,11 @@ def test_noise_has_the_gumbel_law():
     """Kolmogorov-Smirnov, and the far tail, which noise of low resolution would lack."""
     from scipy import stats
 
-    drawn = gumbel(keys_for(uid=2, position=np.arange(100)), 5000, torch.float64).flatten().numpy()
+    drawn = (
+        gumbel(keys_for(prompt_id=2, position=np.arange(100)), 5000, torch.float64)
+        .flatten()
+        .numpy()
+    )
     assert stats.kstest(drawn, "gumbel_r").pvalue > 1e-4
     beyond_ten, expected = (drawn > 10).sum(), drawn.size * stats.gumbel_r.sf(10)
     assert abs(beyond_ten - expected) < 5 * expected**0.5
@@ -117,7 +123,7 @@ def test_noise_of_largest_and_smallest_bits_is_finite(monkeypatch, dtype):
 
 def test_float32_and_float64_noise_agree():
     """To rounding where a token can win; the very negative end may be coarse."""
-    keys = keys_for(uid=2, position=np.arange(20))
+    keys = keys_for(prompt_id=2, position=np.arange(20))
     exact = gumbel(keys, 5000, torch.float64)
     difference = (gumbel(keys, 5000).double() - exact).abs()
     assert difference[exact > -1].max() < 2e-6
@@ -127,5 +133,5 @@ def test_float32_and_float64_noise_agree():
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_bits_are_identical_on_the_gpu():
-    keys = keys_for(uid=(1 << 63) - 1, step=EVALUATION, position=np.arange(64))
+    keys = keys_for(prompt_id=(1 << 63) - 1, step=EVALUATION, position=np.arange(64))
     assert torch.equal(random_bits(keys.cuda(), 152_000).cpu(), random_bits(keys, 152_000))

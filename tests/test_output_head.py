@@ -68,7 +68,7 @@ def test_tokens_and_gradients_follow_own_logits(name):
     rows, wanted = make_rows(), {}
     for row in rows:
         response = sample_response(own, list(row.prompt), (SEED, *row.id), ROLLOUT)
-        wanted[row.id.uid, row.id.sample] = response.tokens, None
+        wanted[row.id.prompt_id, row.id.sample] = response.tokens, None
     engine, drafts = Engine(ModelRunner(model, 4, LONGEST, SEED)), Drafter(wanted, 0.3)
     engine.run(rows, PARAMS, drafts)
     assert {key: (tokens, None) for key, (tokens, _) in as_dict(rows).items()} == wanted

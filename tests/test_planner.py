@@ -16,11 +16,11 @@ from bubblespec.planner.drafts import (
     draft_value,
     plan_drafts,
 )
-from bubblespec.planner.lengths import Rows, acceptance_rates
+from bubblespec.planner.lengths import LengthForecast, acceptance_rates
 from bubblespec.planner.place import admission_order, place, up_to_cutoff
 from bubblespec.planner.prices import suggested_prices
 from bubblespec.planner.windows import LEVELS, MIN_GAIN, WINDOWS, choose_windows
-from bubblespec.types import Launch
+from bubblespec.types import StepBatch
 from tests.helpers.planning import (
     ALL_HOLD,
     CPU,
@@ -38,7 +38,7 @@ from tests.helpers.planning import (
 # Placement
 
 
-def slowest_s(rows: Rows, rank_of: np.ndarray, cost: CostModel, num_slots: int) -> float:
+def slowest_s(rows: LengthForecast, rank_of: np.ndarray, cost: CostModel, num_slots: int) -> float:
     rates = acceptance_rates(NO_COUNTS)
     own = [rows.take(rank_of == rank) for rank in np.unique(rank_of)]
     return max(rollout_seconds(of_rank, cost, num_slots, rates) for of_rank in own)
@@ -92,15 +92,15 @@ def test_kept_groups_are_spread_over_ranks():
 def test_admission_is_longest_first_likely_excluded_last():
     rows = make_rows([5.0, 9.0, 50.0, 40.0, 7.0, 6.0, 30.0, 80.0], num_generations=2)
     groups = groups_of(range(4))
-    everything = Launch(groups, 4, 2)
+    everything = StepBatch(groups, 4, 2)
     assert admission_order(rows, np.arange(8), everything) == [7, 2, 3, 6, 1, 4, 5, 0]
     assert admission_order(rows, np.array([0, 3, 4]), everything) == [3, 4, 0]
     assert admission_order(rows, np.arange(0), everything) == []
-    half = Launch(groups, 2, 2)  # groups 0 and 2 are expected to be the shortest
+    half = StepBatch(groups, 2, 2)  # groups 0 and 2 are expected to be the shortest
     assert admission_order(rows, np.arange(8), half) == [1, 4, 5, 0, 7, 2, 3, 6]
     assert up_to_cutoff(rows, half).expected.max() == 9.0
     drafted = make_rows([50.0, 30.0], drafted=[50.0, 0.0])
-    assert admission_order(drafted, np.arange(2), Launch(groups[:2], 2, 1)) == [1, 0]
+    assert admission_order(drafted, np.arange(2), StepBatch(groups[:2], 2, 1)) == [1, 0]
 
 
 # What to draft
@@ -108,7 +108,7 @@ def test_admission_is_longest_first_likely_excluded_last():
 PLAN = {"num_ranks": 2, "num_slots": 16}
 
 
-def value_of(rows: Rows, terms, rates):
+def value_of(rows: LengthForecast, terms, rates):
     prices = suggested_prices(cost_of(terms), 10.0, 100.0)
     return draft_value(rows, cost_of(terms), rates, prices, **PLAN)
 
@@ -156,10 +156,10 @@ def make_plans(lengths: dict[int, list[int]], batches, drafts=None, **options):
     fixed = {"cost": cost_of(GPU), "rates": ALL_HOLD, "forwards_per_step": 100.0}
     fixed["prices"] = suggested_prices(cost_of(GPU), 4.0, 100.0)
     options = fixed | PLAN | options
-    batches = [groups_of(uids) for uids in batches]
+    batches = [groups_of(prompt_ids) for prompt_ids in batches]
     get_draft = (drafts or {}).get
     plans = list(plan_drafts(batches, 1, get_draft, observed(lengths), **options).jobs)
-    return [(plan.key.uid, plan.co_scheduled) for plan in plans], plans
+    return [(plan.key.prompt_id, plan.co_scheduled) for plan in plans], plans
 
 
 LENGTHS = {1: [10, 10], 2: [90, 90], 3: [60, 60], 4: [195, 195]}
@@ -172,8 +172,8 @@ def test_drafts_are_planned_by_least_slack():
     assert order == [(4, False), (2, False), (1, False), (3, False)]
     assert not any(plan.saves_s for plan in plans)
     order, plans = make_plans(LENGTHS, [[1, 2], [3, 4]])
-    together = [uid for uid, is_co in order if is_co]
-    assert together == [uid for uid in (4, 2, 1, 3) if uid in together]
+    together = [prompt_id for prompt_id, is_co in order if is_co]
+    assert together == [prompt_id for prompt_id in (4, 2, 1, 3) if prompt_id in together]
     assert (2, True) in order and all(plan.saves_s > 0 for plan in plans if plan.co_scheduled)
     order, _ = make_plans(LENGTHS, [[1, 2], [3, 4]], planning="always")
     assert all(is_co for _, is_co in order)
@@ -182,12 +182,15 @@ def test_drafts_are_planned_by_least_slack():
 
 
 def test_finished_drafts_are_left_out_deferred_come_first():
-    samples = {uid: group.sample(0) for uid, group in zip(LENGTHS, groups_of(LENGTHS), strict=True)}
+    samples = {
+        prompt_id: group.sample(0)
+        for prompt_id, group in zip(LENGTHS, groups_of(LENGTHS), strict=True)
+    }
     drafts = {samples[2]: draft(90), samples[4]: draft(150, False)}
     order, _ = make_plans(LENGTHS, [[1, 2, 3, 4]], drafts, planning="idle_only")
-    assert [uid for uid, _ in order] in ([3, 4, 1], [4, 3, 1])
+    assert [prompt_id for prompt_id, _ in order] in ([3, 4, 1], [4, 3, 1])
     order, _ = make_plans(LENGTHS, [[1, 2, 3]], deferred={(1, 0)}, planning="idle_only")
-    assert [uid for uid, _ in order] == [1, 2, 3]
+    assert [prompt_id for prompt_id, _ in order] == [1, 2, 3]
     assert make_plans(LENGTHS, [[2]], drafts)[0] == []
 
 

@@ -6,8 +6,8 @@ import pytest
 from bubblespec.planner.prices import (
     LEAST_SHARE,
     Counts,
-    PriceModel,
     Prices,
+    RolloutCostFit,
     counts_of,
     suggested_prices,
 )
@@ -27,7 +27,7 @@ def rollouts(count: int, seed: int = 0):
 
 
 def test_prices_of_whole_rollouts_are_found():
-    model, rng, errors = PriceModel(), np.random.default_rng(1), []
+    model, rng, errors = RolloutCostFit(), np.random.default_rng(1), []
     for counts in rollouts(60):
         seconds = np.dot(counts, TRUE) * rng.lognormal(0.0, 0.03)
         model.observe(counts, seconds, COST, 100.0, 150.0)
@@ -42,7 +42,7 @@ def test_prices_of_whole_rollouts_are_found():
 
 def test_prices_follow_a_change():
     """Also that of the constant, of which forwards suggest nothing."""
-    model, errors = PriceModel(), []
+    model, errors = RolloutCostFit(), []
     for number, counts in enumerate(rollouts(160)):
         seconds = float(np.dot(counts, TRUE)) * (1.0 if number < 80 else 1.5)
         model.observe(counts, seconds, COST, 100.0, 150.0)
@@ -52,13 +52,13 @@ def test_prices_follow_a_change():
 
 
 def test_rollout_without_seconds_is_not_priced():
-    model = PriceModel()
+    model = RolloutCostFit()
     model.observe(next(rollouts(1)), 0.0, COST, 100.0, 150.0)
     assert model.prices is None and not model.state_dict()["moments"].any()
 
 
 def test_unseen_prices_are_those_of_forwards():
-    model = PriceModel()
+    model = RolloutCostFit()
     for counts in rollouts(20):
         plain = counts._replace(verified=0.0, drafted=0.0, begun=0.0)
         model.observe(plain, 1.2 * plain.forwards_s, COST, 100.0, 150.0)
@@ -69,7 +69,7 @@ def test_unseen_prices_are_those_of_forwards():
 
 def test_nothing_is_free():
     """Drafted tokens that seem to cost nothing would leave co-scheduled drafts without a worth."""
-    model = PriceModel()
+    model = RolloutCostFit()
     for counts in rollouts(40):
         model.observe(counts, counts.forwards_s, COST, 100.0, 150.0)
     suggested = suggested_prices(COST, 100.0, 150.0)
@@ -79,7 +79,7 @@ def test_nothing_is_free():
 
 
 def test_saved_prices_continue_alike():
-    model, again = PriceModel(), PriceModel()
+    model, again = RolloutCostFit(), RolloutCostFit()
     again.load_state_dict(model.state_dict())
     assert again.prices is None
     for counts in rollouts(5):

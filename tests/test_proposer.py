@@ -40,7 +40,7 @@ def test_outcomes_count_for_the_proposal_in_flight():
     proposer.track(own, STEP)
     given = [own], np.array([0]), np.array([4]), 99
     first = proposer.propose(*given)
-    second = proposer.propose(*given, ahead=first[1] + 1)
+    second = proposer.propose(*given, in_flight=first[1] + 1)
     assert first[1] == [4] and second[1] == [9]
     for accepted in (1, 0):  # what follows a wrong token is not the draft any more
         tokens = np.array([10, 99] if accepted else [55])
@@ -57,7 +57,7 @@ def test_outcome_in_flight_counts_for_its_own_source():
     given = [one], np.array([0]), np.array([4]), 99
     first = proposer.propose(*given)
     guesses.chance = 0.0
-    proposer.propose(*given, ahead=first[1] + 1)
+    proposer.propose(*given, in_flight=first[1] + 1)
     for accepted in (4, 1):
         gained = np.array([10, 11, 12, 13, 14] if accepted == 4 else [15, 99])
         proposer.observe([one], gained, *np.array([[accepted + 1], [4], [accepted]]))
@@ -96,7 +96,7 @@ def test_suffix_alone_finds_other_samples_and_epochs():
     history = TextStore(1000)
     history.put(SampleId(70, 1, 0), Draft(np.arange(50, 70, dtype=np.int32), True))
     proposer = make("suffix", history=history)
-    own, other = row(0), row(1, uid=71)
+    own, other = row(0), row(1, prompt_id=71)
     for r in (own, other):
         proposer.track(r, STEP)
     assert forward(proposer, [own, other], [range(50, 70)] * 2) == [[50, 51, 52], []]
@@ -109,7 +109,7 @@ def test_suffix_alone_finds_other_samples_and_epochs():
 
 def test_rollout_counts_equal_hand_counts():
     proposer = make("bubble")
-    old, bare, ahead = row(0), row(1), row(0, visit=STEP + 1, number=2)
+    old, bare, ahead = row(0), row(1), row(0, draw_index=STEP + 1, number=2)
     old.draft = draft(range(10, 18), version=2)
     proposer.track(old, STEP)
     proposer.track(bare, STEP)
@@ -285,5 +285,5 @@ def test_sources_that_need_results_are_not_asked_while_tokens_are_in_flight():
     own.draft = draft(range(9))
     proposer.track(own, STEP)
     given = [own], 0 * one, 15 * one, 64
-    assert proposer.needs_results and proposer.propose(*given, ahead=0 * one)[1] == 6
-    assert proposer.propose(*given, ahead=one)[1] == 0
+    assert proposer.needs_results and proposer.propose(*given, in_flight=0 * one)[1] == 6
+    assert proposer.propose(*given, in_flight=one)[1] == 0

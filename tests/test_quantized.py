@@ -22,7 +22,12 @@ from bubblespec.engine.model import OutputHead, enable_gradient_checkpointing, o
 from bubblespec.engine.model_checks import prepare_model
 from bubblespec.learn.lora import add_adapter
 from bubblespec.mechanisms.quantized import copy as products
-from bubblespec.mechanisms.quantized.copy import Copy, CopyForward, CopyRunner, Product
+from bubblespec.mechanisms.quantized.copy import (
+    CopyForward,
+    CopyRunner,
+    Product,
+    QuantizedDraftModel,
+)
 from bubblespec.mechanisms.quantized.mechanism import (
     MAX_CHAIN_LENGTH,
     RENEWAL_SHARE,
@@ -51,8 +56,10 @@ def make_policy(name: str, dtype=torch.float64) -> transformers.PreTrainedModel:
     return model
 
 
-def make_copy(model, product: Product = EXACT) -> Copy:
-    return Copy(model, product, products.observe_inputs(model, random_tokens(model, 40)))
+def make_copy(model, product: Product = EXACT) -> QuantizedDraftModel:
+    return QuantizedDraftModel(
+        model, product, products.observe_inputs(model, random_tokens(model, 40))
+    )
 
 
 def hidden(forward, tokens: torch.Tensor) -> torch.Tensor:
@@ -229,7 +236,9 @@ def test_logits_of_candidates_are_those_of_the_head():
         assert torch.allclose(found, wanted, rtol=0, atol=1e-12)
 
 
-def make_source(model, copy: Copy, params: SamplingParams, num_slots: int, **options):
+def make_source(
+    model, copy: QuantizedDraftModel, params: SamplingParams, num_slots: int, **options
+):
     engine = Engine(make_runner(model, num_slots, MAX_LENGTH, SEED, **options))
     flat = CostModel.from_parameters(np.append([1.0, 0, 1e-6, 0, 0], np.zeros(len(KNOTS))))
     cheap = CostModel.from_parameters(np.append([0.02, 0, 1e-6, 0, 0], np.zeros(len(KNOTS))))

@@ -61,7 +61,7 @@ def test_failing_product_on_any_rank_is_given_up(monkeypatch, capfd, model):
         raise RuntimeError("no kernel image\nis available")
 
     class Two(Ranks):
-        def gather(self, array):
+        def all_gather(self, array):
             return torch.cat((torch.tensor([3.0]), torch.from_numpy(array))).numpy()
 
     monkeypatch.setattr(mechanism, "product_for", lambda *given: products.INT4)

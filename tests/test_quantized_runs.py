@@ -68,7 +68,7 @@ def test_run_goes_on_where_no_copy_can_be_made(monkeypatch, tmp_path, capfd):
     def fail(*arguments):
         raise AttributeError("'QuantizedLinear' object has no attribute 'weight'")
 
-    monkeypatch.setattr(mechanism, "Copy", fail)
+    monkeypatch.setattr(mechanism, "QuantizedDraftModel", fail)
     train_in_virtual_time(*OPTIONS, *COPY, "run.max_steps=1", f"run.output_dir={tmp_path}")
     (line,) = (x for x in capfd.readouterr().err.splitlines() if "no quantised copy" in x)
     assert "'QuantizedLinear' object has no attribute 'weight'" in line

@@ -87,11 +87,15 @@ def test_documented_data_fits_policy(folder):
     engine = Engine(ModelRunner(model, num_slots=16, max_length=128, seed=0))
     prompts = build_prompt_set(problems, make_tokenize(tokenizer), max_prompt_length=64).prompts
     pairs = zip(prompts, problems, strict=True)
-    answers = {prompt.uid: f"<answer>{problem['answer']}</answer>" for prompt, problem in pairs}
-    rows = [Row(SampleId(p.uid, 0, j), p.token_ids, 64) for p in prompts for j in range(8)]
+    answers = {
+        prompt.prompt_id: f"<answer>{problem['answer']}</answer>" for prompt, problem in pairs
+    }
+    rows = [Row(SampleId(p.prompt_id, 0, j), p.token_ids, 64) for p in prompts for j in range(8)]
     engine.run(rows, SamplingParams(stop_token_ids=(tokenizer.eos_token_id,)))
     texts = [tokenizer.decode(row.tokens, skip_special_tokens=True) for row in rows]
-    right = [text.endswith(answers[row.id.uid]) for text, row in zip(texts, rows, strict=True)]
+    right = [
+        text.endswith(answers[row.id.prompt_id]) for text, row in zip(texts, rows, strict=True)
+    ]
     assert 0 < sum(right) < 16
     assert read(folder / "runs/my_data")[0]["rewards/exact_match/mean"] == sum(right) / 16
 

@@ -88,11 +88,11 @@ def test_trainer_steps_equal_reference_step(tmp_path, monkeypatch, name):
         is_out = has_gap & (GAPS in RECIPES[name])
         left_out.append(is_out.sum())
         prompts = [
-            (group.prompt.uid, group.visit, list(group.prompt.token_ids))
+            (group.prompt.prompt_id, group.draw_index, list(group.prompt.token_ids))
             for group, is_left_out in zip(generated.groups, is_out, strict=True)
             if not is_left_out
         ]
-        assert {visit for _, visit, _ in prompts} == {step}, "each step is an epoch"
+        assert {draw_index for _, draw_index, _ in prompts} == {step}, "each step is an epoch"
         groups, rewards, wanted, updates = grpo_step(
             plain, reference, prompts, remainder, config=config, step=step, moments=moments
         )

@@ -70,7 +70,7 @@ def test_drafts_of_trained_samples_are_dropped(monkeypatch, tmp_path):
             visits = dict(zip(*state, strict=True))
             stored = list(sampler.store._texts)
             assert stored or step >= steps - 2
-            assert all(name.visit >= visits.get(name.uid, 0) for name in stored)
+            assert all(name.draw_index >= visits.get(name.prompt_id, 0) for name in stored)
         trainer.lock.close()
     assert num_replacements > 4
 

@@ -13,13 +13,13 @@ import pytest
 
 from bubblespec.engine.engine import Engine
 from bubblespec.engine.runner import ModelRunner
-from bubblespec.rollout.board import ProgressBoard, RankState
+from bubblespec.rollout.board import ProgressSync, RankState
 from bubblespec.rollout.drafting import DraftAhead
 from bubblespec.rollout.loop import RolloutLoop
-from bubblespec.rollout.table import RowTable
+from bubblespec.rollout.table import RolloutProgress
 from bubblespec.tools.simulate.world import SimulatedRanks, SimulatedTicks
 from bubblespec.tools.simulate.world import World as VirtualTime
-from bubblespec.types import Launch, Row
+from bubblespec.types import Row, StepBatch
 from tests.helpers.rollouts import (
     FOUR_PROMPTS,
     LIMIT,
@@ -155,10 +155,10 @@ def test_drafts_are_assigned_by_who_has_rows_left():
 
 
 class Selecting:
-    def __init__(self, launch: Launch, num_slots: int = 24, stop_after: int | None = None):
+    def __init__(self, launch: StepBatch, num_slots: int = 24, stop_after: int | None = None):
         model, board = new_model(), one_rank()
         self.engine = Engine(ModelRunner(model, num_slots, MAX_LENGTH, SEED))
-        self.table = RowTable(launch, np.zeros(len(launch.ids), np.int64), 0)
+        self.table = RolloutProgress(launch, np.zeros(len(launch.ids), np.int64), 0)
         self.rows = self.table.make_rows(LIMIT)
         self.handed_on: list[Row] = []
         parts = (self.engine, board.ranks, PARAMS, self.rows, self.table)
@@ -192,7 +192,7 @@ class Selecting:
 @pytest.mark.parametrize("num_slots", [3, 24])
 @pytest.mark.parametrize("trained", [4, 2])
 def test_rows_are_submitted_once_and_only_when_certain(num_slots, trained):
-    played = Selecting(Launch(groups_of(0, FOUR_PROMPTS), trained, 3), num_slots)
+    played = Selecting(StepBatch(groups_of(0, FOUR_PROMPTS), trained, 3), num_slots)
     chosen = played.table.trained().tolist()
     assert len(chosen) == trained * 3
     ids = [played.table.launch.ids[index] for index in chosen]
@@ -209,7 +209,7 @@ def test_rows_are_submitted_once_and_only_when_certain(num_slots, trained):
 
 @pytest.mark.parametrize("trained", [4, 2], ids=["without ticks", "with ticks"])
 def test_stop_request_leaves_rows_unfinished(trained):
-    played = Selecting(Launch(groups_of(0, FOUR_PROMPTS), trained, 2), stop_after=5)
+    played = Selecting(StepBatch(groups_of(0, FOUR_PROMPTS), trained, 2), stop_after=5)
     assert any(row.finish is None for row in played.rows.values())
     assert played.engine.num_forwards <= 7
     for row in played.rows.values():
@@ -226,7 +226,7 @@ def play_two_ranks(num_rollouts: int) -> list[list[dict]]:
 
     def work(rank: int) -> None:
         ranks = SimulatedRanks(time, rank)
-        board = ProgressBoard(ranks, 120, SimulatedTicks(ranks), interval_s=0)
+        board = ProgressSync(ranks, 120, SimulatedTicks(ranks), interval_s=0)
         world = World(new_model(), 10, board)
         pass_time(world.engine, ranks)
         for step in range(num_rollouts):

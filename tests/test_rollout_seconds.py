@@ -10,15 +10,15 @@ from bubblespec.planner.drafts import draft_value
 from bubblespec.planner.lengths import (
     TYPICAL_WINDOW,
     AcceptanceRates,
+    LengthForecast,
     LengthModel,
-    Rows,
     acceptance_rates,
     forwards_of,
     mean_length_beyond,
 )
 from bubblespec.planner.prices import Prices
 from bubblespec.planner.stats import seconds_in_turn
-from bubblespec.types import Launch, Load
+from bubblespec.types import Load, StepBatch
 from tests.helpers.planning import (
     CPU,
     GPU,
@@ -39,7 +39,7 @@ NUM_DRAWN = 300  # rollouts of a direct simulation
 # Forwards
 
 
-def draw_lengths(rows: Rows, rng: np.random.Generator) -> np.ndarray:
+def draw_lengths(rows: LengthForecast, rng: np.random.Generator) -> np.ndarray:
     """Lengths of responses that go beyond the tokens that they have, float64 [S]."""
     begun = replace(rows, drafted=rows.generated.astype(np.float64))
     mean = np.maximum(begun.expected, 1.0)
@@ -66,7 +66,7 @@ def play_by_forward(forwards: np.ndarray, context: float, cost: CostModel, num_s
 def test_seconds_of_known_lengths_equal_direct_simulation(num_groups, num_slots):
     """Groups are placed round-robin, and the slowest rank counts."""
     rng, cost, num_ranks, samples = np.random.default_rng(num_groups), cost_of(CPU), 2, 3
-    launch = Launch(groups_of(range(num_groups)), num_groups, samples)
+    launch = StepBatch(groups_of(range(num_groups)), num_groups, samples)
     prompts = np.array([len(group.prompt.token_ids) for group in launch.groups])
     lengths = rng.lognormal(3, 1, num_groups * samples).round() + 1
     rank_of, seconds = np.arange(len(lengths)) // samples % num_ranks, []
@@ -169,8 +169,10 @@ def test_lengths_come_from_the_best_evidence():
 
 
 def test_the_line_goes_through_prompt_lengths():
-    model = observed({n: [20 + 3 * n] * 2 for n in range(1, 30)}, prompt_tokens=lambda uid: uid)
-    rows = model.predict(groups_of([41, 70], lambda uid: uid), 1, [None, None])
+    model = observed(
+        {n: [20 + 3 * n] * 2 for n in range(1, 30)}, prompt_tokens=lambda prompt_id: prompt_id
+    )
+    rows = model.predict(groups_of([41, 70], lambda prompt_id: prompt_id), 1, [None, None])
     np.testing.assert_allclose(rows.expected, [20 + 3 * 41, 20 + 3 * 70])
     assert (rows.spread >= 1.0).all()
     nothing_seen = LengthModel()

@@ -18,13 +18,13 @@ from bubblespec.planner.costs import CHAIN_ROWS
 from bubblespec.planner.prices import suggested_prices
 from bubblespec.planner.stats import RunStats
 from bubblespec.records import ForwardRecord, RolloutRecord, Samples, Span, StepRecord
-from bubblespec.rollout.board import ProgressBoard
+from bubblespec.rollout.board import ProgressSync
 from bubblespec.rollout.evaluate import make_evaluator
 from bubblespec.rollout.make_sampler import make_sampler
 from bubblespec.rollout.sampler import Sampler
 from bubblespec.tools.simulate.world import SimulatedRanks, SimulatedTicks
 from bubblespec.tools.simulate.world import World as VirtualTime
-from bubblespec.types import Draft, Group, Launch, Load, Row, ids_of
+from bubblespec.types import Draft, Group, Load, Row, StepBatch, ids_of
 from tests.helpers.rollouts import (
     ALONE,
     FOUR_PROMPTS,
@@ -179,7 +179,7 @@ def test_responses_of_earlier_visits_are_tried_once(method, ends):
     for step in range(3):
         sampler.stats.chooser._off = {step: OFF}
         groups = groups_of(step)
-        plan = sampler.plan(Launch(groups, len(groups), 2), step, groups)
+        plan = sampler.plan(StepBatch(groups, len(groups), 2), step, groups)
         assert (plan.without == OFF) != (ends and step == 1)
 
 
@@ -304,7 +304,7 @@ def play_two_ranks(num_steps: int, method="none", **options) -> list[list[StepRe
 
     def work(rank: int) -> None:
         ranks = SimulatedRanks(time, rank)
-        board = ProgressBoard(ranks, 100, SimulatedTicks(ranks), interval_s=0)
+        board = ProgressSync(ranks, 100, SimulatedTicks(ranks), interval_s=0)
         sampler = start(method, new_model(), board, ranks, **options)
         results[rank] = [sampler.sample(step) for step in range(num_steps)]
 
@@ -337,7 +337,7 @@ def test_costs_count_chains_where_the_next_rollout_has_them():
     stats.chains = lambda context: np.full(len(CHAIN_ROWS), 0.5)
     stats.chooser = Chooser([DRAFTS])
     stats.chooser.add("copy")
-    launch, seen = Launch(groups, len(groups), 2), set()
+    launch, seen = StepBatch(groups, len(groups), 2), set()
     rows = dict(enumerate(make_rows(groups, 2, LIMIT)))
     for row in rows.values():
         row.tokens = np.ones(20, np.int64)
@@ -358,7 +358,7 @@ def test_costs_count_chains_where_the_next_rollout_has_them():
 def test_stats_count_shared_forwards():
     """Its seconds and forwards are in what was measured, as its tokens are in what is modelled."""
     stats, groups = RunStats(cost=fixed_cost(a=1.0, b=0.0, c=0.0)), groups_of(0)
-    launch = Launch(groups, len(groups), 2)
+    launch = StepBatch(groups, len(groups), 2)
     rows = dict(enumerate(make_rows(groups, 2, LIMIT)))
     for row in rows.values():
         row.tokens = np.ones(20, np.int64)

@@ -23,7 +23,7 @@ def finish(schedule: StepSchedule, groups: list[Group]) -> None:
 
 
 def names(groups: list[Group]) -> list[tuple[int, int]]:
-    return [(group.prompt.uid, group.visit) for group in groups]
+    return [(group.prompt.prompt_id, group.draw_index) for group in groups]
 
 
 def num_replaced(step: int) -> list[int]:
@@ -60,10 +60,10 @@ def test_visit_counts_earlier_draws_of_prompt(size):
             wanted = prompts.batch(SEED, step, OF_STEP)
             if number:
                 wanted = prompts.extra(SEED, step, num_replaced(step)[number - 1], set(of_step))
-            uids = [prompt.uid for prompt in wanted]
-            assert names(batch) == [(uid, drawn.count(uid)) for uid in uids]
+            prompt_ids = [prompt.prompt_id for prompt in wanted]
+            assert names(batch) == [(prompt_id, drawn.count(prompt_id)) for prompt_id in prompt_ids]
             assert [group.prompt for group in batch] == wanted
-            of_step += uids
+            of_step += prompt_ids
             samples += ids_of(batch, GENERATIONS)
         assert len(set(of_step)) == len(of_step)
         drawn += of_step
@@ -86,7 +86,8 @@ def test_upcoming_equals_later_launches(size):
             launched = ahead.launch(number).groups
             assert names(launched) == names(foreseen)
             finish(ahead, launched)
-        replaced = {group.prompt.uid for batch in run(schedule, step)[1:] for group in batch}
+        replaced = {group.prompt.prompt_id for batch in run(schedule, step)[1:] for group in batch}
         assert names(schedule.launch(step + 1).groups) == [
-            (uid, visit + (uid in replaced)) for uid, visit in names(upcoming[0])
+            (prompt_id, draw_index + (prompt_id in replaced))
+            for prompt_id, draw_index in names(upcoming[0])
         ]

@@ -16,16 +16,19 @@ from bubblespec.config import RewardConfig
 from bubblespec.distributed.ranks import Ranks, StopRequested, signals_stop
 from bubblespec.errors import InputError
 from bubblespec.rewards.functions import load_reward, per_sample
-from bubblespec.rewards.scorer import Scorer, Scoring
-from bubblespec.types import Group, Launch, Prompt, Row
+from bubblespec.rewards.scorer import RewardManager, RolloutRewards
+from bubblespec.types import Group, Prompt, Row, StepBatch
 from tests.helpers.checks import wait_until
 from tests.helpers.ranks import run_ranks
 from tests.helpers.rows import make_rows
 
 OBEY = "tests.helpers.misbehaving_rewards.obey"
-PROMPTS = [Prompt(uid, f"prompt {uid}", (uid % 7, 1), {"answer": str(uid)}) for uid in (900, 17)]
+PROMPTS = [
+    Prompt(prompt_id, f"prompt {prompt_id}", (prompt_id % 7, 1), {"answer": str(prompt_id)})
+    for prompt_id in (900, 17)
+]
 GROUPS = [Group(prompt, 4) for prompt in PROMPTS]
-OF_ONE = Launch(GROUPS[:1], 1, 4)
+OF_ONE = StepBatch(GROUPS[:1], 1, 4)
 CPU = torch.device("cpu")
 
 
@@ -47,11 +50,11 @@ def make_scorer():
     """make_scorer(texts, num_workers, ..., functions, ranks) -> a Scorer, closed at the end."""
     made = []
 
-    def make(texts=None, functions=(OBEY,), ranks=None, **options) -> Scorer:
+    def make(texts=None, functions=(OBEY,), ranks=None, **options) -> RewardManager:
         if not isinstance(functions, dict):
             functions = {path: load_reward(path) for path in functions}
         config, ranks = RewardConfig(functions=list(functions), **options), ranks or Ranks(CPU)
-        made.append(Scorer(config, functions, Words(texts), ranks))
+        made.append(RewardManager(config, functions, Words(texts), ranks))
         return made[-1]
 
     yield make
@@ -66,7 +69,7 @@ def finished_rows(count: int) -> list[Row]:
     return rows
 
 
-def scores(scorer: Scorer, rows: list[Row], told=(), step: int | None = 7) -> np.ndarray:
+def scores(scorer: RewardManager, rows: list[Row], told=(), step: int | None = 7) -> np.ndarray:
     """Rewards of rows of one prompt, some of which are told of as they finish."""
     scoring = scorer.begin(OF_ONE, step)
     for i in told:
@@ -77,7 +80,7 @@ def scores(scorer: Scorer, rows: list[Row], told=(), step: int | None = 7) -> np
 def test_rows_are_scored_with_text_and_prompt_columns(make_scorer):
     rows = make_rows(GROUPS, 2, 10)
     for row in rows:
-        row.tokens = np.array([row.id.uid, row.id.sample])
+        row.tokens = np.array([row.id.prompt_id, row.id.sample])
     calls = []
 
     @per_sample
@@ -85,7 +88,9 @@ def test_rows_are_scored_with_text_and_prompt_columns(make_scorer):
         calls.append((prompts, completions, completion_ids, answer))
         return [1.0, 2.0, 3.0, 4.0]
 
-    scoring = make_scorer(functions={"a.record": record}, num_workers=0).begin(Launch(GROUPS, 2, 2))
+    scoring = make_scorer(functions={"a.record": record}, num_workers=0).begin(
+        StepBatch(GROUPS, 2, 2)
+    )
     assert scoring.collect(rows).tolist() == [[1.0], [2.0], [3.0], [4.0]]
     texts = ["prompt 900", "prompt 900", "prompt 17", "prompt 17"]
     ids = [[900, 0], [900, 1], [17, 0], [17, 1]]
@@ -130,13 +135,15 @@ def test_functions_of_groups_see_whole_groups(make_scorer, num_workers):
     rows = make_rows(GROUPS, 3, 10)
     for row, token in zip(rows, [3, 1, 2, 5, 6, 5], strict=True):
         row.tokens = np.array([token])
-    scoring = make_scorer(functions=functions, num_workers=num_workers).begin(Launch(GROUPS, 2, 3))
+    scoring = make_scorer(functions=functions, num_workers=num_workers).begin(
+        StepBatch(GROUPS, 2, 3)
+    )
     assert scoring.scorer.sees_groups(0)
     for number in (3, 0, 5, 2):
         scoring.on_finished(rows[number])
     assert scoring.take_scored() == []
     scoring.on_finished(rows[4])
-    assert {row.id.uid for row, _ in take(scoring, 3)} == {17}
+    assert {row.id.prompt_id for row, _ in take(scoring, 3)} == {17}
     wanted = [[2, 3], [0, 1], [1, 2], [0, 5], [2, 6], [0, 5]]
     assert scoring.collect(rows).tolist() == wanted
     with pytest.raises(ValueError, match="3 of 4 samples of group"):
@@ -153,12 +160,14 @@ def test_functions_of_groups_see_samples_in_order(make_scorer):
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_group_fails_as_a_whole_and_alone(make_scorer, num_workers):
     functions = ["tests.helpers.rewards.better_than"]
-    alike = [Group(Prompt(uid, text, (1,), {}), 4) for uid, text in ((1, "a"), (2, "b"))]
+    alike = [
+        Group(Prompt(prompt_id, text, (1,), {}), 4) for prompt_id, text in ((1, "a"), (2, "b"))
+    ]
     scorer = make_scorer(functions=functions, num_workers=num_workers, reward_on_error=-1.0)
     rows = make_rows(alike, 2, 10)
     for row, token in zip(rows, [3, 1, 2, 5], strict=True):
         row.tokens = np.array([token])
-    scoring = scorer.begin(Launch(alike, 2, 2))
+    scoring = scorer.begin(StepBatch(alike, 2, 2))
     broken = scoring._finished.setdefault(rows[0].id[:2], {})
     scoring.on_finished(rows[0])
     broken[rows[0].id] = broken[rows[0].id]._replace(prompt="of another group")
@@ -176,12 +185,12 @@ def test_changes_by_a_function_reach_no_other_call(make_scorer, num_workers):
     names = ("use_up", "use_up_alone")
     paths = [f"tests.helpers.misbehaving_rewards.{name}" for name in names]
     scorer = make_scorer(functions=paths, num_workers=num_workers)
-    for visit in range(2):
-        launch = Launch([Group(prompt, visit)], 1, 3)
+    for draw_index in range(2):
+        launch = StepBatch([Group(prompt, draw_index)], 1, 3)
         rows = make_rows(launch.groups, 3, 10)
         for row in rows:
             row.tokens = np.array([1, 2])
-        rewards = scorer.begin(launch, visit).collect(rows)
+        rewards = scorer.begin(launch, draw_index).collect(rows)
         assert rewards.tolist() == [[321.0, 321.0]] * 3
     assert (prompt.text, prompt.columns) == before
 
@@ -199,14 +208,14 @@ def test_later_batch_of_a_step_may_fail_as_a_whole(make_scorer):
 def test_other_ranks_decide_whether_all_have_failed(make_scorer):
     """The other rank has a good response; alone this rank would have ended the run."""
     num_rows, num_failed = 4.0, 3.0
-    ranks, gather = Ranks(CPU), Ranks.gather
+    ranks, gather = Ranks(CPU), Ranks.all_gather
 
     def gather_failures(own):
         if len(own) != 4:  # stop requests
             return gather(ranks, own)
         return np.stack((own, [0.5, 0.5, num_rows, num_failed]))
 
-    ranks.gather = gather_failures
+    ranks.all_gather = gather_failures
     scorer = make_scorer(["raise x", "raise y"], num_workers=0, ranks=ranks)
     assert scores(scorer, finished_rows(2)).tolist() == [[0.0], [0.0]]
     metrics = scorer.take_metrics()
@@ -253,7 +262,7 @@ HALF_FUNCTIONS = [
 ]
 
 
-def take(scoring: Scoring, count: int) -> list[tuple[Row, np.ndarray]]:
+def take(scoring: RolloutRewards, count: int) -> list[tuple[Row, np.ndarray]]:
     taken: list = []
 
     def are_there() -> bool:
@@ -328,7 +337,7 @@ def stops_in_a_reward(ranks: Ranks, folder: str) -> str:
     path = os.path.join(folder, "hangs")
     texts = [f"hang sleeping {path}" if ranks.rank == 0 else "value 1", "value 2"]
     config = RewardConfig(functions=[OBEY], num_workers=1, timeout_s=3600.0)
-    scorer = Scorer(config, {OBEY: load_reward(OBEY)}, Words(texts), ranks)
+    scorer = RewardManager(config, {OBEY: load_reward(OBEY)}, Words(texts), ranks)
     ranks.barrier()
     before = ranks.watchdog.count
     try:

@@ -284,11 +284,11 @@ def test_different_rows_on_ranks_are_refused():
         sent.append(own)
         return np.stack(sent)
 
-    ranks = SimpleNamespace(gather=gather)
-    check_equal(state, ranks.gather)
-    check_equal(data_state("template", prompts[:], []), ranks.gather)
+    ranks = SimpleNamespace(all_gather=gather)
+    check_equal(state, ranks.all_gather)
+    check_equal(data_state("template", prompts[:], []), ranks.all_gather)
     for theirs in [("template", prompts[::-1], []), ("other", prompts, []), ("template", [], [])]:
-        assert "PYTHONHASHSEED" in refusal(check_equal, data_state(*theirs), ranks.gather)
+        assert "PYTHONHASHSEED" in refusal(check_equal, data_state(*theirs), ranks.all_gather)
         sent.pop()
 
 

@@ -26,7 +26,7 @@ def train(model: Small, optimizer: Optimizer, ranks: Ranks, steps: range) -> lis
     norms = []
     for step in steps:
         model.loss(step, ranks.rank).backward()
-        ranks.sum_(optimizer.flat_grad)
+        ranks.all_reduce_(optimizer.flat_grad)
         before = [param._version for param in optimizer.params]
         norms.append(optimizer.step(step)[0])
         now = [param._version for param in optimizer.params]

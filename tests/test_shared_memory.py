@@ -36,11 +36,11 @@ def exchanges(ranks: Ranks) -> int:
         if delay.random() < 0.1:
             time.sleep(delay.random() * 0.01)
         if number % 3 == 0:
-            np.testing.assert_array_equal(collectives.gather(own), brought)
+            np.testing.assert_array_equal(collectives.all_gather(own), brought)
             continue
-        collectives.sum_(own)
+        collectives.all_reduce_(own)
         np.testing.assert_array_equal(own, functools.reduce(np.add, brought))
-    flags = collectives.gather(np.array([[ranks.rank]], np.uint8))
+    flags = collectives.all_gather(np.array([[ranks.rank]], np.uint8))
     return flags.ravel().tolist()
 
 
@@ -58,7 +58,7 @@ def with_missing(ranks: Ranks, fate: str) -> str:
                 if fate == "dies":
                     os.kill(os.getpid(), signal.SIGKILL)
                 time.sleep(60)
-            collectives.sum_(own)
+            collectives.all_reduce_(own)
     except RankTimeout as error:
         return str(error)
 
@@ -81,7 +81,7 @@ def test_full_memory_falls_back_to_gloo_with_warning(monkeypatch, capsys):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     class Two(Ranks):
-        def gather(self, array):
+        def all_gather(self, array):
             return np.stack((array, array))
 
         def gather_text(self, text):

@@ -14,7 +14,7 @@ from bubblespec.planner.place import place_in_turn
 from bubblespec.telemetry.timeline import KINDS
 from bubblespec.tools.simulate.run import counted, simulate
 from bubblespec.tools.simulate.runner import CopyModel, DrafterModel
-from bubblespec.tools.simulate.workload import STOP, Spec, Texts, Workload
+from bubblespec.tools.simulate.workload import STOP, RowUpdates, Spec, Workload
 from bubblespec.tools.simulate.world import World
 from bubblespec.types import Group, Load
 from tests.helpers.simulated import (
@@ -48,7 +48,7 @@ def seconds_by_hand(workload: Workload, step: int, num_ranks: int) -> tuple[floa
     owners = place_in_turn(workload.num_prompts, 1, num_ranks)
     for rank in range(num_ranks):
         own = [prompt for prompt, owner in zip(prompts, owners, strict=True) if owner == rank]
-        rows = [(len(p.token_ids), len(workload.responses[step, p.uid, 0])) for p in own]
+        rows = [(len(p.token_ids), len(workload.responses[step, p.prompt_id, 0])) for p in own]
         seconds, count = 0.0, max(length for _, length in rows)
         for done in range(count):
             active = [prompt for prompt, length in rows if done < length]
@@ -85,10 +85,10 @@ def test_tokens_equal_workload_under_every_method(method, num_ranks):
     workload, expected = make_workload(), []
     for step, batch in enumerate(workload.batches[: workload.num_steps]):
         sha = hashlib.sha256()
-        for prompt in sorted(batch, key=lambda prompt: prompt.uid):
+        for prompt in sorted(batch, key=lambda prompt: prompt.prompt_id):
             for sample in range(workload.num_generations):
-                tokens = workload.responses[step, prompt.uid, sample]
-                name = np.array([prompt.uid, 0, sample, len(tokens)], "<i8")
+                tokens = workload.responses[step, prompt.prompt_id, sample]
+                name = np.array([prompt.prompt_id, 0, sample, len(tokens)], "<i8")
                 sha.update(name.tobytes() + tokens.astype("<i4").tobytes())
         expected.append(sha.hexdigest())
     assert digests_of(run(method, num_ranks, run=20.0)) == expected
@@ -142,8 +142,8 @@ def test_deferred_sample_continues_under_later_weights():
     """Drafts by weights before the sample's own step do not foresee the later text."""
     workload = make_workload(steps=6, mean=200.0, run=40.0)
     group = Group(workload.batch(0, 1, 4)[0], 0)
-    sample, texts = group.sample(0), Texts(workload)
-    true = workload.responses[1, sample.uid, 0]
+    sample, texts = group.sample(0), RowUpdates(workload)
+    true = workload.responses[1, sample.prompt_id, 0]
     draft = texts.text(sample, 300)  # by the weights of step 0
     np.testing.assert_array_equal(texts.text(sample, 300, draft[:20]), draft)
     texts.begin(1, [group])
@@ -160,7 +160,7 @@ def test_deferred_sample_continues_under_later_weights():
 @pytest.mark.parametrize("distance, drift", [(-1, 0.7), (-7, 0.0), (3, 0.0), (-7, 0.7)])
 def test_first_mismatch_has_given_mean(distance, drift):
     spec, true = Spec(run=100.0, drift=drift), true_text(4000)
-    texts = [spec.other((0, uid, 0), true, 9000, STOP, distance) for uid in range(400)]
+    texts = [spec.other((0, prompt_id, 0), true, 9000, STOP, distance) for prompt_id in range(400)]
     found = [first_mismatch(text, true) for text in texts]
     # Of a geometric distribution; 3 standard errors.
     wanted = 1 / math.expm1(abs(distance) ** drift / 100.0)
@@ -170,9 +170,9 @@ def test_first_mismatch_has_given_mean(distance, drift):
 def test_older_weights_never_get_further():
     """So an old draft that newer weights mend only gains."""
     spec, true, found = Spec(run=50.0), true_text(300), []
-    for uid in range(20):
+    for prompt_id in range(20):
         at = [
-            first_mismatch(spec.other((0, uid, 0), true, 9000, STOP, -age), true)
+            first_mismatch(spec.other((0, prompt_id, 0), true, 9000, STOP, -age), true)
             for age in range(9)
         ]
         assert at[0] == len(true) and at == sorted(at, reverse=True)
@@ -184,11 +184,11 @@ def test_older_weights_never_get_further():
 def test_suffix_matches_gain_given_accept_length(accept_length):
     """The real suffix index follows drafts that have left their responses at the first token."""
     tokens = forwards = 0
-    for uid in range(3):
-        true = true_text(1000, uid)
+    for prompt_id in range(3):
+        true = true_text(1000, prompt_id)
         index, done = GroupIndex(), 0
         spec = Spec(run=1.0, accept_length=accept_length)
-        index.row(0, spec.diverged((0, uid, 0), true, 9000, STOP, 0))
+        index.row(0, spec.diverged((0, prompt_id, 0), true, 9000, STOP, 0))
         while done < len(true):
             proposed, *_ = index.propose(0, 128)
             gained = first_mismatch(proposed, true[done:]) + 1
@@ -203,10 +203,10 @@ def test_synthetic_lengths_and_epochs_follow_the_spec():
     workload = make_workload(8, 16, mean=100.0, max=100_000, sigma=0.8, steps=8, epochs=2)
     lengths = [len(text) for (step, _, _), text in workload.responses.items() if step < 4]
     assert np.mean(lengths) == pytest.approx(100.0, rel=0.25)
-    first, again = ([p.uid for p in workload.batch(0, step, 8)] for step in (1, 5))
+    first, again = ([p.prompt_id for p in workload.batch(0, step, 8)] for step in (1, 5))
     assert first == again
     sample = Group(workload.batch(0, 1, 8)[0], 1).sample(0)
-    assert workload.key(sample) == (5, sample.uid, 0)
+    assert workload.key(sample) == (5, sample.prompt_id, 0)
 
 
 SMALL = ["--synthetic", "mean=30,max=100,prompt=8,run=50,steps=3", "--cost", "h200:7b"]

@@ -20,7 +20,7 @@ TICK_S = 1e-2
 def simulate_one_long_row(rows: int | str, together_s: float = TOGETHER_S):
     """In every step one response is much longer than the three others."""
     workload = make_workload(**SHAPE, steps=4)
-    long = {(step, batch[1].uid, 0) for step, batch in enumerate(workload.batches)}
+    long = {(step, batch[1].prompt_id, 0) for step, batch in enumerate(workload.batches)}
     responses = {
         key: true_text(LONG if key in long else SHORT, key[0]) for key in workload.responses
     }

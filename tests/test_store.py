@@ -100,11 +100,14 @@ def test_state_round_trip():
 
 def test_latest_texts_displace_the_oldest():
     history = TextStore(max_tokens=10, keeps_latest=True)
-    names = [SampleId(uid, visit, 0) for visit in range(4) for uid in (1, 2)]
+    names = [SampleId(prompt_id, draw_index, 0) for draw_index in range(4) for prompt_id in (1, 2)]
     for number, (name, size) in enumerate(zip(names, (4, 3, 3, 1, 11, 2), strict=False)):
         text = Draft(np.full(size, number, np.int32), True, reward=number / 2)
         assert history.put(name, text) == (size < 11), "it would empty the store and still not fit"
-    kept = {uid: [int(text.tokens[0]) for text in history.of_prompt(uid)] for uid in (0, 1, 2)}
+    kept = {
+        prompt_id: [int(text.tokens[0]) for text in history.of_prompt(prompt_id)]
+        for prompt_id in (0, 1, 2)
+    }
     assert kept == {0: [], 1: [2], 2: [1, 3, 5]} and history.num_tokens == 9
     state, same, smaller = history.state_dict(), *(TextStore(size, True) for size in (10, 5))
     same.put(names[7], draft(1))  # replaced by the state

@@ -4,19 +4,19 @@ import numpy as np
 import pytest
 
 from bubblespec.planner.lengths import acceptance_rates
-from bubblespec.planner.survival import ALIGNED, FORGETTING, MEMORY, PRIOR_WEIGHT, Survival
+from bubblespec.planner.survival import ALIGNED, FORGETTING, MEMORY, PRIOR_WEIGHT, AcceptanceStats
 
 KINDS, PRIORS = [(ALIGNED, 1), (ALIGNED, 2), ("own", 3)], [0.9, 0.9, 0.5]
 
 
-def new_survival() -> Survival:
-    survival = Survival()
+def new_survival() -> AcceptanceStats:
+    survival = AcceptanceStats()
     survival.add(KINDS, PRIORS)
     survival.begin()
     return survival
 
 
-def observe(survival: Survival, seed: int, count: int = 400) -> np.ndarray:
+def observe(survival: AcceptanceStats, seed: int, count: int = 400) -> np.ndarray:
     """Verify windows at random; return proposed, tried and accepted tokens by kind, [3, kinds]."""
     rng = np.random.default_rng(seed)
     kind, num_draft = rng.integers(0, 3, count), rng.integers(0, 9, count)
@@ -52,7 +52,7 @@ def test_merged_ranks_agree_on_decayed_counts_of_all_rows():
             MEMORY + PRIOR_WEIGHT
         )
         assert (weight < 1).all() and rank.estimates == pytest.approx(believed)
-    again = Survival()
+    again = AcceptanceStats()
     again.load_state_dict(ranks[0].state_dict())
     assert again.rates == ranks[0].rates and again.by_age == ranks[0].by_age
     again.begin()

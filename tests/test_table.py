@@ -6,31 +6,33 @@ import itertools
 import numpy as np
 import pytest
 
-from bubblespec.planner.lengths import Rows
-from bubblespec.rollout.table import NO_LIMIT, RowTable
-from bubblespec.types import Group, Launch, Prompt
+from bubblespec.planner.lengths import LengthForecast
+from bubblespec.rollout.table import NO_LIMIT, RolloutProgress
+from bubblespec.types import Group, Prompt, StepBatch
 
 PROMPTS = [Prompt(40 + n, "", (1,) * (n + 2), {}) for n in range(5)]
 
 
-def make_launch(groups=3, trained=None, generations=2) -> Launch:
+def make_launch(groups=3, trained=None, generations=2) -> StepBatch:
     names = [Group(prompt, 3) for prompt in PROMPTS[:groups]]
-    return Launch(names, trained or groups, generations)
+    return StepBatch(names, trained or groups, generations)
 
 
-def make_tables(launch: Launch, num_ranks: int = 2, rows: Rows | None = None) -> list[RowTable]:
+def make_tables(
+    launch: StepBatch, num_ranks: int = 2, rows: LengthForecast | None = None
+) -> list[RolloutProgress]:
     rank_of = np.arange(len(launch.ids)) % num_ranks
-    return [RowTable(launch, rank_of, rank, rows) for rank in range(num_ranks)]
+    return [RolloutProgress(launch, rank_of, rank, rows) for rank in range(num_ranks)]
 
 
-def table_of(launch: Launch, lengths, finished) -> RowTable:
+def table_of(launch: StepBatch, lengths, finished) -> RolloutProgress:
     (table,) = make_tables(launch, 1)
     for index, (length, is_finished) in enumerate(zip(lengths, finished, strict=True)):
         table.note(index, int(length), bool(is_finished))
     return table
 
 
-def tick(tables: list[RowTable]) -> None:
+def tick(tables: list[RolloutProgress]) -> None:
     states = [table.local_state() for table in tables]
     for table in tables:
         table.sync(states)
@@ -61,7 +63,7 @@ def test_sync_is_identical_and_monotone():
 def test_unfinished_rows_follow_last_tick():
     column = np.arange(6.0)
     whole = np.arange(6)
-    rows = Rows(whole, whole, column + 10, column, column + 2, 0 * whole)
+    rows = LengthForecast(whole, whole, column + 10, column, column + 2, 0 * whole)
     tables = make_tables(make_launch(), rows=rows)
     tables[0].note(0, 4, True)
     tables[0].note(2, 6, False)
@@ -74,7 +76,7 @@ def test_unfinished_rows_follow_last_tick():
         assert unfinished.expected.tolist() == [11, 12, 13, 14, 15]
 
 
-def selected(launch: Launch, lengths) -> np.ndarray:
+def selected(launch: StepBatch, lengths) -> np.ndarray:
     """What is trained on once all lengths are known, bool [S]."""
     longest = np.reshape(lengths, (len(launch.groups), -1)).max(axis=1).tolist()
     trained = sorted(range(len(longest)), key=lambda g: (longest[g], g))[: launch.num_trained]
@@ -130,7 +132,7 @@ def test_row_that_has_outgrown_its_draft_is_of_unknown_length():
     lengths = {"expected": [50.0, 50.0, 50.0, 50.0], "spread": [0.0, 0.0, 9.0, 9.0]}
     columns = {name: np.array(column) for name, column in lengths.items()}
     nothing = np.zeros(4)
-    rows = Rows(nothing + 2, nothing, **columns, drafted=nothing, generated=nothing)
+    rows = LengthForecast(nothing + 2, nothing, **columns, drafted=nothing, generated=nothing)
     (table,) = make_tables(make_launch(2), 1, rows)
     for index, length in enumerate((49, 50, 49, 60)):
         table.note(index, length, False)

@@ -13,9 +13,9 @@ from bubblespec.data.schedule import PromptSet, StepSchedule
 from bubblespec.distributed.ranks import Ranks
 from bubblespec.mechanisms.tail_batching import TailBatching, best_num_launched, scaled
 from bubblespec.records import Samples
-from bubblespec.rewards.scorer import Scoring
+from bubblespec.rewards.scorer import RolloutRewards
 from bubblespec.setup import build
-from bubblespec.types import Launch, ids_of
+from bubblespec.types import StepBatch, ids_of
 from tests.helpers.rows import numbered_prompts, samples_of
 from tests.helpers.runs import SHORT
 
@@ -28,7 +28,7 @@ def length_of(name, scale: int = 6) -> int:
     return min(1 + int(scale * rng.paretovariate(1.2)), 400)
 
 
-def play(planner, step: int) -> tuple[Launch, Samples, dict]:
+def play(planner, step: int) -> tuple[StepBatch, Samples, dict]:
     """A step of a planner: launch, selection by final lengths, finish."""
     launch = planner.launch(step)
     lengths = [
@@ -63,9 +63,11 @@ def test_every_group_of_data_order_is_trained_on_once(size, ratio):
     trained, was_deferred, longs, lengths, waiting = [], [], 0, [], {}
     for step in range(80):
         queue = [group.name for group in planner.deferred]
-        taken = {group.prompt.uid for group in (*planner.deferred, *planner.launch(step).groups)}
+        taken = {
+            group.prompt.prompt_id for group in (*planner.deferred, *planner.launch(step).groups)
+        }
         others = planner.replacements(step, size, planner.launch(step).groups)
-        assert {group.prompt.uid for group in others} == set(range(size)) - taken
+        assert {group.prompt.prompt_id for group in others} == set(range(size)) - taken
         launch, samples, deferred = play(planner, step)
         names = [group.name for group in samples.groups]
         assert len(names) == 4
@@ -188,13 +190,13 @@ def test_fixed_weights_train_on_same_samples(tmp_path, monkeypatch):
     plain, truth = sampler_of(tmp_path / "plain"), {}
     for step in range(15):
         truth |= tokens_by_name(plain.sample(step).generated)
-    scored, collect = [], Scoring.collect
+    scored, collect = [], RolloutRewards.collect
 
     def noting(scoring, rows):
         scored.extend(row.id for row in rows)
         return collect(scoring, rows)
 
-    monkeypatch.setattr(Scoring, "collect", noting)
+    monkeypatch.setattr(RolloutRewards, "collect", noting)
     sampler, trained = sampler_of(tmp_path / "tail", *TAIL), {}
     for step in range(10):
         new = tokens_by_name(sampler.sample(step).generated)
@@ -213,12 +215,12 @@ def test_deferred_groups_without_rows_are_dropped():
     """A run that continues with other data, which it has been allowed to."""
     planner = make_planner()
     play(planner, 0)
-    state, waiting = planner.state_dict(), [group.prompt.uid for group in planner.deferred]
+    state, waiting = planner.state_dict(), [group.prompt.prompt_id for group in planner.deferred]
     assert len(waiting) == 2
-    left = [prompt for prompt in numbered_prompts(23).prompts if prompt.uid != waiting[0]]
+    left = [prompt for prompt in numbered_prompts(23).prompts if prompt.prompt_id != waiting[0]]
     continued = TailBatching(PromptSet(left, 0), SEED, 4, 3, over_sampling_ratio=1.5)
     continued.load_state_dict(state)
-    assert [group.prompt.uid for group in continued.deferred] == waiting[1:]
+    assert [group.prompt.prompt_id for group in continued.deferred] == waiting[1:]
     for step in range(1, 20):
         _, samples, _ = play(continued, step)
-        assert waiting[0] not in {group.prompt.uid for group in samples.groups}
+        assert waiting[0] not in {group.prompt.prompt_id for group in samples.groups}

@@ -114,8 +114,8 @@ def test_heads_are_shared_by_all_ranks(heads, key_heads):
         shares = [shard_heads(heads, key_heads, rank, size) for rank in range(size)]
         assert [q for share in shares for q in range(heads)[share[0]]] == list(range(heads))
         for share in shares:
-            fold = heads // key_heads
-            looked_at = {q // fold for q in range(heads)[share[0]]}
+            queries_per_kv = heads // key_heads
+            looked_at = {q // queries_per_kv for q in range(heads)[share[0]]}
             keys = range(key_heads)[share[1]]
             assert looked_at == set(keys) and len(range(heads)[share[0]]) % len(keys) == 0
 
@@ -137,7 +137,7 @@ def test_wrong_shard_is_found(make_model):
         down, width = forward.model.model.layers[0].mlp.down_proj, model.config.intermediate_size
         layers = forward.decoder.layers
         wrong = partial(partial_linear, down, (slice(0, width // 2),), True)
-        layers[0] = layers[0]._replace(down=lambda x: tp.sum_(wrong(x)))
+        layers[0] = layers[0]._replace(down=lambda x: tp.all_reduce_(wrong(x)))
         with pytest.raises(TPUnsupported, match=r"Llama.* in shards differs from the whole"):
             forward.check()
 

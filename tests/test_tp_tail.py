@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from bubblespec.config import Config
-from bubblespec.draft.chains import ChainSource
+from bubblespec.draft.chains import DraftModelSource
 from bubblespec.draft.proposer import PRIORS, Proposer, make_proposer
 from bubblespec.draft.sources import DraftSource
 from bubblespec.draft.store import TextStore
@@ -27,13 +27,13 @@ from bubblespec.mechanisms.tp_tail.tail import (
     make,
 )
 from bubblespec.planner.costs import KNOTS, CostModel
-from bubblespec.planner.lengths import Rows
+from bubblespec.planner.lengths import LengthForecast
 from bubblespec.planner.place import place_in_turn
 from bubblespec.planner.stats import RunStats
 from bubblespec.planner.survival import ALIGNED
 from bubblespec.planner.windows import choose_windows
-from bubblespec.rollout.board import ProgressBoard, RankState
-from bubblespec.rollout.table import RowTable
+from bubblespec.rollout.board import ProgressSync, RankState
+from bubblespec.rollout.table import RolloutProgress
 from bubblespec.tools.simulate.world import SimulatedRanks, SimulatedTicks, World
 from bubblespec.types import Draft
 from tests.helpers.clocks import forward_seconds
@@ -81,7 +81,7 @@ def play(
         tp = TPGroup(ranks)
         shared = make_runner(model, NUM_ROWS, MAX_LENGTH, SEED, tp=tp, page_size=page_size)
         tail = TPTail(Engine(shared), ranks, tp.gather_array, max_rows)
-        table = RowTable(
+        table = RolloutProgress(
             launch_of(groups_of(0, FOUR_PROMPTS), 3), place_in_turn(4, 3, num_ranks), rank
         )
         rows, finished, entered, num_chains = table.make_rows(LIMIT), [], [], []
@@ -99,13 +99,13 @@ def play(
             engine.clock = tail.engine.clock = ranks.clock
             runner = TimedRunner(drafter, engine, PARAMS)
             costs = fixed_cost(), fixed_cost()
-            source = ChainSource(
+            source = DraftModelSource(
                 "drafter", runner, *costs, prior=0.6, longest=3, always=True, clock=ranks.clock
             )
             together = TimedRunner(drafter, tail.engine, PARAMS)
             for own in (runner, together):
                 own.enable(True)
-            tail.companions.append(lambda engine: source.moved_to(together))
+            tail.followers.append(lambda engine: source.moved_to(together))
             proposer = Proposer([source], source.cost, always=True, clock=ranks.clock)
             proposer.begin()
             for row in rows.values():
@@ -125,7 +125,7 @@ def play(
             return launch(*arguments)
 
         tail.run, shared.launch = noted, watched
-        board = ProgressBoard(ranks, 120, SimulatedTicks(ranks), interval_s=0)
+        board = ProgressSync(ranks, 120, SimulatedTicks(ranks), interval_s=0)
         parts = {"proposer": proposer, "board": board, "take_over": tail}
         loop = loop_over(engine, ranks, PARAMS, rows, table, on_finished=finished.append, **parts)
         record = loop.run()
@@ -251,7 +251,7 @@ def test_windows_of_all_ranks_are_planned_together(is_measured):
         own = rows[4 * rank : 4 * rank + 4]
         for row in own:
             proposer.track(row, 4)
-        gather, numbers = SimulatedRanks(world, rank).gather, {row.number for row in own}
+        gather, numbers = SimulatedRanks(world, rank).all_gather, {row.number for row in own}
         drafts = OwnersPropose(proposer, numbers, gather, None, cost)
         found[rank] = drafts.propose(rows, np.ones(8, int), np.full(8, 50), 999, np.zeros(8, int))
 
@@ -267,7 +267,7 @@ def test_windows_of_all_ranks_are_planned_together(is_measured):
 
 def test_tail_is_due_with_few_rows_all_trained_on():
     launch = launch_of(groups_of(0, FOUR_PROMPTS), 3)
-    table, states = RowTable(launch, place_in_turn(4, 3, 2), 0), [RankState(2), RankState(0)]
+    table, states = RolloutProgress(launch, place_in_turn(4, 3, 2), 0), [RankState(2), RankState(0)]
     tail = TPTail(Engine(ModelRunner(new_model(), 4, MAX_LENGTH, SEED)), None, None, 3)
     table.synced[:] = -1
     assert not tail.is_due(table, states), "nothing is left"
@@ -277,7 +277,7 @@ def test_tail_is_due_with_few_rows_all_trained_on():
     table.synced[5] = 0
     assert not tail.is_due(table, states), "too many rows"
     table.synced[5] = -1
-    selecting = RowTable(launch._replace(num_trained=3), place_in_turn(4, 3, 2), 0)
+    selecting = RolloutProgress(launch._replace(num_trained=3), place_in_turn(4, 3, 2), 0)
     selecting.synced[:] = table.synced
     assert not tail.is_due(selecting, states), "some are not trained on"
     tail.cost, tail.sampler = CostModel(), SimpleNamespace(stats=RunStats(), board=object())
@@ -299,7 +299,7 @@ def set_up_tail(rows, slowdown: float, name: str = "llama") -> list:
         prepare_model(model, MAX_LENGTH)
         engine = Engine(ModelRunner(model, 4, MAX_LENGTH, SEED))
         pass_time(engine, ranks)
-        board = ProgressBoard(ranks, 120, SimulatedTicks(ranks), interval_s=5e-3)
+        board = ProgressSync(ranks, 120, SimulatedTicks(ranks), interval_s=5e-3)
         stats = RunStats(shared_cost=CostModel.from_parameters(FORWARDS))
         parts = {"config": config, "ranks": ranks, "engine": engine, "params": PARAMS}
         sampler = SimpleNamespace(**parts, board=board, stats=stats)
@@ -348,8 +348,10 @@ def test_auto_enters_a_profitable_tail():
     tail, _ = set_up_tail("auto", 0.3)
     launch, states = launch_of(groups_of(0, FOUR_PROMPTS), 3), [RankState(1), RankState(1)]
     zeros = np.zeros(12)
-    expected = Rows(np.full(12, 9), np.repeat(np.arange(4), 3), zeros + 35.0, zeros, zeros, zeros)
-    table = RowTable(launch, place_in_turn(4, 3, 2), 0, expected)
+    expected = LengthForecast(
+        np.full(12, 9), np.repeat(np.arange(4), 3), zeros + 35.0, zeros, zeros, zeros
+    )
+    table = RolloutProgress(launch, place_in_turn(4, 3, 2), 0, expected)
     table.synced[:] = -1
     table.synced[[0, 3]] = 5
     assert tail.is_due(table, states)

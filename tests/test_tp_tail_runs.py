@@ -42,7 +42,7 @@ def runs(tmp_path_factory):
     def noted(tail, loop):
         own = list(loop.unfinished.values())
         call = SimpleNamespace(rank=tail.ranks.rank, num_rows=len(own))
-        call.is_evaluation = loop.table.launch.groups[0].visit == EVALUATION
+        call.is_evaluation = loop.table.launch.groups[0].draw_index == EVALUATION
         others = [c for c in calls if c.rank == 1 and c.is_evaluation]
         call.stops = call.is_evaluation and call.rank == 1 and len(others) == 1
         tail.ranks.must_stop |= call.stops

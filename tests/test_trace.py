@@ -22,7 +22,7 @@ from bubblespec.tools.simulate.recorded import (
     sections_of,
 )
 from bubblespec.tools.simulate.run import simulate
-from bubblespec.tools.simulate.workload import Texts
+from bubblespec.tools.simulate.workload import RowUpdates
 from bubblespec.types import Draft, Group, Load, Prompt, SampleId
 from tests.helpers.checks import refusal
 from tests.helpers.clocks import forward_seconds, train_in_virtual_time
@@ -121,7 +121,7 @@ def test_recorded_drafts_are_replayed(drafting):
     for row in rows_of(drafting, "responses"):
         if row["draft_tokens"] and row["draft_finished"]:
             sample = SampleId(row["uid"], row["visit"], row["sample"])
-            text = Texts(workload).text(sample, 10_000)
+            text = RowUpdates(workload).text(sample, 10_000)
             assert text.tolist()[: len(row["draft_tokens"])] == row["draft_tokens"]
             num_compared += 1
     assert num_compared
@@ -129,7 +129,10 @@ def test_recorded_drafts_are_replayed(drafting):
 
 def one_step(step: int, drafts: dict[SampleId, Draft] | None = None) -> StepRecord:
     """Return a step of two prompts with two responses each, in two rollouts."""
-    groups = [Group(Prompt(uid, "p", (uid, 2), {}), visit) for uid, visit in ((11, 0), (7, 5))]
+    groups = [
+        Group(Prompt(prompt_id, "p", (prompt_id, 2), {}), draw_index)
+        for prompt_id, draw_index in ((11, 0), (7, 5))
+    ]
     tokens = [np.arange(5 + i) for i in range(4)]
     rewards = np.arange(4.0).reshape(2, 2)
     truncated = np.array([True, False, False, True])

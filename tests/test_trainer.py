@@ -168,7 +168,9 @@ def test_an_evaluation_by_hand(monkeypatch):
     step, (params, rows) = used
     assert step is None
     assert params == SamplingParams(0.25, 0.8, 7, (3,), 2) and trainer.evaluated == 12
-    assert rows == [(uid, EVALUATION, sample, 6) for uid in (5, 9) for sample in range(4)]
+    assert rows == [
+        (prompt_id, EVALUATION, sample, 6) for prompt_id in (5, 9) for sample in range(4)
+    ]
 
 
 def test_user_modules_come_from_working_directory_first(monkeypatch, tmp_path, capsys):

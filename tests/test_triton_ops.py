@@ -13,7 +13,7 @@ from torch.nn.functional import gelu, silu
 from bubblespec.engine.batch import SamplingParams
 from bubblespec.engine.kv_cache import SPLIT, KVCache, LayerCache, pack_rows
 from bubblespec.engine.ops import torch_ops
-from bubblespec.engine.ops.view import TILE, Norm, View
+from bubblespec.engine.ops.view import TILE, AttentionMetadata, Norm
 from bubblespec.engine.sampling import Noise, add_gumbel, random_bits, sample, stream_keys
 
 triton = pytest.importorskip("triton")
@@ -46,7 +46,7 @@ def assert_near(actual: torch.Tensor, wanted: torch.Tensor, tolerance: float = T
     torch.testing.assert_close(actual.double(), wanted.double(), rtol=tolerance, atol=tolerance)
 
 
-def make_view(sequences, page: int, split: int, max_q: int = 0) -> View:
+def make_view(sequences, page: int, split: int, max_q: int = 0) -> AttentionMetadata:
     """sequences: (slot, new tokens, keys) of each. Pages of rows are in a random order."""
     slot, count, used = np.array(sequences).T
     pages = -(-int(used.max()) // page)
@@ -59,15 +59,15 @@ def make_view(sequences, page: int, split: int, max_q: int = 0) -> View:
     vectors = (int32(vector) for vector in (position, first, slot))
     table = int32(torch.cat((table, spare), 1))
     max_q = max_q or int(count.max())
-    return View(place.to(DEVICE), *vectors, table, max_q, int(used.max()), split)
+    return AttentionMetadata(place.to(DEVICE), *vectors, table, max_q, int(used.max()), split)
 
 
-def per_sequence(view: View, values: torch.Tensor) -> list[torch.Tensor]:
+def per_sequence(view: AttentionMetadata, values: torch.Tensor) -> list[torch.Tensor]:
     """Split [N] by sequences."""
     return list(values[: view.first[-1]].split(view.first.diff().tolist()))
 
 
-def make_cache(view: View, page: int, heads: int, size: int, value_size: int = 0):
+def make_cache(view: AttentionMetadata, page: int, heads: int, size: int, value_size: int = 0):
     """Keys and values of the middle one of three layers; NaN where no sequence has keys."""
     pages, sizes = int(view.table.max()) + 1, (size, value_size or size)
     flat = torch.full((pages, 3, heads * page * sum(sizes)), math.nan, dtype=DTYPE, device=DEVICE)
@@ -84,12 +84,14 @@ def make_cache(view: View, page: int, heads: int, size: int, value_size: int = 0
     return [of[:, 1].transpose(1, 2) for of in (keys, values)]
 
 
-def attend(query, keys, values, view: View, scaling: float, window: int | None = None):
+def attend(query, keys, values, view: AttentionMetadata, scaling: float, window: int | None = None):
     packing, cache = SimpleNamespace(view=view), LayerCache(keys, values, None)
     return triton_ops.attend(query, packing, cache, scaling, window)
 
 
-def plain_attention(query, keys, values, view: View, scaling: float, window: int | None):
+def plain_attention(
+    query, keys, values, view: AttentionMetadata, scaling: float, window: int | None
+):
     out, group = [], query.shape[1] // keys.shape[2]
     sequences = np.arange(len(view.slot)).repeat(view.first.diff().cpu().numpy())
     for token, position in enumerate(view.position.tolist()):
@@ -308,9 +310,11 @@ def _store_noise(bits_ptr, out_ptr, BLOCK: tl.constexpr):
     tl.store(out_ptr + index, triton_sampling._log_exponential(tl.load(bits_ptr + index)))
 
 
-def words_of(uid, visit, sample, position) -> torch.Tensor:
+def words_of(prompt_id, draw_index, sample, position) -> torch.Tensor:
     """Philox's counters as noise.stream_keys makes them, int32 [N, 4]."""
-    words = np.stack(((sample << 20) | position, visit, uid & 0xFFFFFFFF, uid >> 32), 1)
+    words = np.stack(
+        ((sample << 20) | position, draw_index, prompt_id & 0xFFFFFFFF, prompt_id >> 32), 1
+    )
     return torch.from_numpy(words.astype(np.uint32).view(np.int32)).to(DEVICE)
 
 

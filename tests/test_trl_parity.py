@@ -26,7 +26,7 @@ from bubblespec.engine.model_checks import prepare_model
 from bubblespec.learn.learner import MAX_LOGITS, sampled_hidden, sum_over_ranks
 from bubblespec.learn.losses import token_logprobs
 from bubblespec.learn.microbatch import make_minibatches
-from bubblespec.types import is_sampled
+from bubblespec.types import completion_mask
 from tests.helpers.rows import with_observations
 
 trl = pytest.importorskip("trl")
@@ -68,11 +68,11 @@ def trl_loss_and_gradient(model, samples, old: list, reference: list, loss: dict
         train_dataset=datasets.Dataset.from_dict({"prompt": ["1"] * len(samples)}),
         processing_class=transformers.AutoTokenizer.from_pretrained(TOKENIZER),
     )
-    prompt_ids = [samples.prompt_of(i).token_ids for i in range(len(samples))]
-    prompts, prompt_mask = padded(prompt_ids, "left")
+    prompt_tokens = [samples.prompt_of(i).token_ids for i in range(len(samples))]
+    prompts, prompt_mask = padded(prompt_tokens, "left")
     tokens, mask = padded(samples.tokens, "right")
-    tool_mask = padded([is_sampled(logprob) for logprob in samples.logprob], "right")[0]
-    inputs = {"prompt_ids": prompts, "prompt_mask": prompt_mask, "completion_ids": tokens}
+    tool_mask = padded([completion_mask(logprob) for logprob in samples.logprob], "right")[0]
+    inputs = {"prompt_tokens": prompts, "prompt_mask": prompt_mask, "completion_ids": tokens}
     inputs |= {"completion_mask": mask, "tool_mask": tool_mask}
     inputs |= {"advantages": torch.from_numpy(ADVANTAGES), "num_items_in_batch": tool_mask.sum()}
     inputs |= {"old_per_token_logps": padded(old, "right", torch.float64)[0]}
@@ -117,7 +117,7 @@ def test_loss_and_gradient_equal_trl(make_model, tmp_path, name, has_turns):
     by_sample = [[np.zeros(len(tokens)) for tokens in samples.tokens] for _ in range(2)]
     for parts, values in zip(by_sample, (batch.old, batch.reference), strict=True):
         for i, part in zip(batch.order, values.split(batch.lengths.tolist()), strict=True):
-            parts[i][is_sampled(samples.logprob[i])] = part
+            parts[i][completion_mask(samples.logprob[i])] = part
     wanted, wanted_gradient, wanted_metrics = trl_loss_and_gradient(
         theirs, samples, *by_sample, CASES[name], tmp_path
     )

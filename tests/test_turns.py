@@ -40,7 +40,7 @@ def baseline():
     model = random_model(small_config("llama"))
     prompts = make_prompts(4, 25)
     rows = make_rows(prompts, 3, LIMIT)
-    wanted = {(row.id.uid, row.id.sample): alone(model, row) for row in rows}
+    wanted = {(row.id.prompt_id, row.id.sample): alone(model, row) for row in rows}
     assert {finish for _, finish, _ in wanted.values()} == {"stop", "length"}
     assert any(np.isnan(logprobs).sum() > 10 for *_, logprobs in wanted.values())
     prepare_model(model, 100)
@@ -73,7 +73,7 @@ def test_rows_with_turns_equal_rows_computed_alone(baseline, corrupted, options)
     play(engine, rows, np.random.default_rng(0), drafter, many=99)
     assert as_dict(rows) == {name: of_row[:2] for name, of_row in wanted.items()}
     for row in rows:
-        logprobs = wanted[row.id.uid, row.id.sample][2]
+        logprobs = wanted[row.id.prompt_id, row.id.sample][2]
         np.testing.assert_allclose(row.logprob, logprobs, atol=1e-5)
     if corrupted == 0.0 and options["num_slots"] > 1:
         assert drafter.num_accepted > 30

@@ -168,7 +168,7 @@ def test_nonfinite_update_leaves_weights_unchanged(make_model, monkeypatch, wher
                 elif where == "another rank's loss alone":
                     nan = functools.partial(np.full_like, fill_value=math.nan)
                     patch.setattr(
-                        ranks, "gather", lambda array, nan=nan: np.stack((array, nan(array)))
+                        ranks, "all_gather", lambda array, nan=nan: np.stack((array, nan(array)))
                     )
                 else:
                     patch.setattr(ranks, "sum_", lambda tensor: tensor.add_(math.nan))

@@ -35,9 +35,11 @@ OLDER = POLICY + 0.7 * random_table(10)
 
 
 def keys_of(rows: int, positions: int, seed: int = 0) -> torch.Tensor:
-    uid, position = (a.ravel() for a in np.indices((rows, positions)))
-    zero = np.zeros_like(uid)
-    return torch.from_numpy(stream_keys(seed, uid, zero, zero, position)).view(rows, positions, 4)
+    prompt_id, position = (a.ravel() for a in np.indices((rows, positions)))
+    zero = np.zeros_like(prompt_id)
+    return torch.from_numpy(stream_keys(seed, prompt_id, zero, zero, position)).view(
+        rows, positions, 4
+    )
 
 
 KEYS = keys_of(ROWS, LIMIT + LONGEST_DRAFT)

@@ -9,7 +9,7 @@ from bubblespec.engine.batch import SamplingParams
 from bubblespec.engine.engine import Engine
 from bubblespec.engine.runner import ModelRunner
 from bubblespec.planner.costs import CostModel
-from bubblespec.rollout.board import LINGER_S, ProgressBoard, RankState
+from bubblespec.rollout.board import LINGER_S, ProgressSync, RankState
 from bubblespec.tools.simulate import world as world_module
 from bubblespec.tools.simulate.runner import SimulatedRunner
 from bubblespec.tools.simulate.world import SimulatedRanks, SimulatedTicks, World
@@ -25,7 +25,7 @@ def test_meeting_ends_for_all_when_last_arrives():
     def work(rank: int) -> None:
         ranks = SimulatedRanks(world, rank)
         ranks.clock.sleep([3.0, 1.0, 7.0][rank])
-        gathered = ranks.gather(np.array([10 * rank])).ravel().tolist()
+        gathered = ranks.all_gather(np.array([10 * rank])).ravel().tolist()
         ends[rank] = world.now[rank], gathered, list(map(len, ranks.gather_ragged(np.zeros(rank))))
         ranks.barrier_or_stop()
 
@@ -46,7 +46,7 @@ def test_shared_forward_begins_when_last_rank_arrives():
         engine = Engine(runner)
         engine.add([Row(SampleId(0, 0, 0), (1, 2), 4)])
         ranks.clock.sleep([3.0, 1.0, 7.0][rank])
-        ranks.gather(np.zeros(1))
+        ranks.all_gather(np.zeros(1))
         ends[rank] = [world.now[rank]]
         while not engine.is_idle:
             engine.step(SamplingParams())
@@ -74,7 +74,7 @@ def test_tick_completes_after_last_post_and_wakes_waiters(set_tick_s):
 
     def work(rank: int) -> None:
         ranks = SimulatedRanks(world, rank)
-        board = ProgressBoard(ranks, 100.0, SimulatedTicks(ranks))
+        board = ProgressSync(ranks, 100.0, SimulatedTicks(ranks))
         if rank == 1:
             first = board.wait(lambda: state(True))
             seen["first"] = (world.now[1], [s.is_done for s in first])
@@ -132,10 +132,13 @@ def test_error_or_deadlock_ends_all_ranks():
 
 
 def rows_to_generate() -> list[Row]:
-    prompts = [tuple((7 * uid + 3 * i) % 90 + 1 for i in range(5 + 6 * uid)) for uid in range(5)]
+    prompts = [
+        tuple((7 * prompt_id + 3 * i) % 90 + 1 for i in range(5 + 6 * prompt_id))
+        for prompt_id in range(5)
+    ]
     return [
-        Row(SampleId(uid, 3, sample), prompt, 12 + 9 * uid)
-        for uid, prompt in enumerate(prompts)
+        Row(SampleId(prompt_id, 3, sample), prompt, 12 + 9 * prompt_id)
+        for prompt_id, prompt in enumerate(prompts)
         for sample in range(3)
     ]
 

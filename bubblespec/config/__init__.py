@@ -28,7 +28,7 @@ from bubblespec.config.mechanisms import (
     TailBatchingConfig,
 )
 
-# of uid, visit, sample and position; a prompt has at most one visit per step
+# of prompt_id, draw_index, sample and position; a prompt has at most one visit per step
 COUNTER = "the noise counter's field"
 # logits divided by less leave the range of float32
 TEMPERATURE, OR_GREEDY = ((at_least(1e-3, other), at_most(1e4)) for other in (None, 0))

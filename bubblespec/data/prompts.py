@@ -67,13 +67,13 @@ def build_prompt_set(
         if not token_ids:
             raise InputError(f"{key}: the prompt of row {number} has no tokens")
         content = json.dumps(text, sort_keys=True, ensure_ascii=False)
-        uid = hash_text(f"{occurrences[content]}:{content}")  # equal prompts have distinct uids
+        prompt_id = hash_text(f"{occurrences[content]}:{content}")  # equal prompts differ
         occurrences[content] += 1
         if len(token_ids) > max_prompt_length:
             num_dropped += 1
             continue
         columns = {name: value for name, value in row.items() if name != "prompt"}
-        prompts.append(Prompt(uid, text, tuple(token_ids), columns))
+        prompts.append(Prompt(prompt_id, text, tuple(token_ids), columns))
     return PromptSet(prompts, num_dropped)
 
 
@@ -265,7 +265,9 @@ def data_state(
 
 def fingerprints(prompts: Sequence[Prompt]) -> np.ndarray:
     """Return hashes of text, tokens and columns of each prompt, int64, equal in every process."""
-    found = [fingerprint([p.uid, p.token_ids, p.columns]) for p in prompts]  # uid: hash of the text
+    found = [
+        fingerprint([p.prompt_id, p.token_ids, p.columns]) for p in prompts
+    ]  # prompt_id: hash of the text
     return np.array(found, np.int64)
 
 
@@ -331,7 +333,7 @@ def check_continued(
 
 
 def check_equal(data: dict[str, np.ndarray], gather: Callable[[np.ndarray], np.ndarray]) -> None:
-    """Raise InputError unless all ranks have read the same rows. gather: see `Ranks.gather`."""
+    """Raise InputError unless all ranks have read the same rows. gather: see `Ranks.all_gather`."""
     found = gather(np.array([fingerprint([part.tolist() for part in data.values()])]))
     if (found != found[0]).any():
         raise InputError(

@@ -15,7 +15,7 @@ import numpy as np
 
 from bubblespec.errors import InputError
 from bubblespec.records import Samples
-from bubblespec.types import Group, Launch, Prompt, SampleId
+from bubblespec.types import Group, Prompt, SampleId, StepBatch
 
 _EXTRA = 1 << 40  # first epoch of the orders of extra prompts, beyond any real epoch
 
@@ -63,7 +63,7 @@ class PromptSet:
 
         Uids in `used` are left out: their noise keys would be used again."""
         shuffled = (self.prompts[i] for i in _shuffled(len(self.prompts), seed, _EXTRA + step))
-        unused = (prompt for prompt in shuffled if prompt.uid not in used)
+        unused = (prompt for prompt in shuffled if prompt.prompt_id not in used)
         return list(itertools.islice(unused, num_prompts))
 
 
@@ -77,16 +77,18 @@ class StepSchedule:
         """num_prompts: prompts that a step is trained on; num_generations: responses of each."""
         self.prompts, self.seed = prompts, seed
         self.num_prompts, self.num_generations = num_prompts, num_generations
-        self._visits: Counter[int] = Counter()  # of all groups drawn in finished steps, by uid
+        self._visits: Counter[int] = (
+            Counter()
+        )  # of all groups drawn in finished steps, by prompt_id
 
     @property
     def deferred(self) -> list[Group]:
         """Groups that were launched and are still to be trained on, oldest first."""
         return []
 
-    def launch(self, step: int) -> Launch:
+    def launch(self, step: int) -> StepBatch:
         groups = self._draw(step * self.num_prompts, self.num_prompts, Counter())
-        return Launch(groups, self.num_prompts, self.num_generations)
+        return StepBatch(groups, self.num_prompts, self.num_generations)
 
     def upcoming(self, step: int, depth: int, used: list[Group] | None = None) -> list[list[Group]]:
         """Return the known groups of up to `depth` steps after `step`, nearest first.
@@ -94,7 +96,7 @@ class StepSchedule:
         Replacements that `step` will still draw are not foreseen. used: all groups that `step` has
         drawn so far, by default those of `launch`."""
         used = self.launch(step).groups if used is None else used
-        drawn = Counter(group.prompt.uid for group in used)
+        drawn = Counter(group.prompt.prompt_id for group in used)
         return [
             self._draw(coming * self.num_prompts, self.num_prompts, drawn)
             for coming in range(step + 1, step + 1 + depth)
@@ -104,13 +106,13 @@ class StepSchedule:
         """Return up to `count` further groups for a step (dynamic sampling).
 
         Their prompts are neither used nor deferred, and come in an order of the step's own."""
-        used_uids = {group.prompt.uid for group in (*used, *self.deferred)}
+        used_uids = {group.prompt.prompt_id for group in (*used, *self.deferred)}
         prompts = self.prompts.extra(self.seed, step, count, used_uids)
         return self._named(prompts, Counter())
 
     def finish(self, samples: Samples, deferred: dict[SampleId, int]) -> None:
         """End a launched step. samples: trained on, or replaced; deferred: see `StepRecord`."""
-        self._visits.update(group.prompt.uid for group in samples.groups)
+        self._visits.update(group.prompt.prompt_id for group in samples.groups)
 
     @property
     def epoch(self) -> float:
@@ -124,8 +126,8 @@ class StepSchedule:
         return save_visits(self._visits)
 
     def load_state_dict(self, state: dict[str, np.ndarray]) -> None:
-        uids, visits = state["uids"].tolist(), state["visits"].tolist()
-        self._visits = Counter(dict(zip(uids, visits, strict=True)))
+        prompt_ids, visits = state["uids"].tolist(), state["visits"].tolist()
+        self._visits = Counter(dict(zip(prompt_ids, visits, strict=True)))
 
     def _draw(self, begin: int, count: int, drawn: Counter[int]) -> list[Group]:
         """Return groups `begin` .. `begin + count` - 1 of the data order. drawn: see `_named`."""
@@ -136,11 +138,11 @@ class StepSchedule:
         return self._named(prompts[offset : offset + count], drawn)
 
     def _named(self, prompts: list[Prompt], drawn: Counter[int]) -> list[Group]:
-        """Return the next visit of each prompt, and add it to `drawn`, unfinished visits by uid."""
+        """Return the next visit of each prompt, and add it to `drawn`, unfinished ones by id."""
         groups = []
         for prompt in prompts:
-            groups.append(Group(prompt, self._visits[prompt.uid] + drawn[prompt.uid]))
-            drawn[prompt.uid] += 1
+            groups.append(Group(prompt, self._visits[prompt.prompt_id] + drawn[prompt.prompt_id]))
+            drawn[prompt.prompt_id] += 1
         return groups
 
 

@@ -82,14 +82,14 @@ class Ranks:
 
     def barrier(self) -> None:
         if self.shared is not None:
-            self.gather(np.zeros(1))
+            self.all_gather(np.zeros(1))
         else:
-            self.sum_(torch.zeros(1, device=self.device))
+            self.all_reduce_(torch.zeros(1, device=self.device))
 
     def barrier_or_stop(self) -> None:
         """Wait for all ranks. Raises StopRequested on all ranks if any has a stop request."""
         request = np.array([self.signal if self.must_stop else -1])
-        if (number := int(self.gather(request).max())) >= 0:
+        if (number := int(self.all_gather(request).max())) >= 0:
             self.exit_code = 128 + number
             raise StopRequested
 
@@ -114,7 +114,7 @@ class Ranks:
                 self.must_stop |= self.watchdog.is_stop_requested()
         return self.must_stop
 
-    def sum_(self, tensor: torch.Tensor) -> torch.Tensor:
+    def all_reduce_(self, tensor: torch.Tensor) -> torch.Tensor:
         """Sum over ranks, in place."""
         if self.world_size > 1:
             self.complete(lambda: dist.all_reduce(tensor, async_op=True))
@@ -126,13 +126,13 @@ class Ranks:
             self.complete(lambda: dist.broadcast(tensor.detach(), source, async_op=True))
         return tensor
 
-    def gather(self, array: np.ndarray) -> np.ndarray:
+    def all_gather(self, array: np.ndarray) -> np.ndarray:
         """Stack equally shaped numeric arrays of all ranks: [world_size, ...]."""
         if self.world_size == 1:
             return array[None].copy()
         if self.shared is not None:
             with self.watch():
-                return self.shared.gather(array)
+                return self.shared.all_gather(array)
         local = torch.from_numpy(np.ascontiguousarray(array)).to(self.device)
         everyone = local.new_empty(self.world_size * local.numel())
         self.complete(lambda: all_gather(everyone, local.reshape(-1), async_op=True))
@@ -140,16 +140,16 @@ class Ranks:
 
     def gather_ragged(self, array: np.ndarray) -> list[np.ndarray]:
         """Return one-dimensional arrays of any lengths from all ranks, by rank (not pickled)."""
-        sizes = self.gather(np.array([len(array)]))[:, 0]
+        sizes = self.all_gather(np.array([len(array)]))[:, 0]
         padded = np.zeros(max(int(sizes.max()), 1), array.dtype)
         padded[: len(array)] = array
-        return [row[:size] for row, size in zip(self.gather(padded), sizes, strict=True)]
+        return [row[:size] for row, size in zip(self.all_gather(padded), sizes, strict=True)]
 
     def gather_text(self, text: str) -> list[str]:
         encoded = np.frombuffer(escape(text).encode(), np.uint8)
         return [row.tobytes().decode() for row in self.gather_ragged(encoded)]
 
-    def agree(self, find: Callable[[], Any]) -> Any:
+    def run_on_rank0(self, find: Callable[[], Any]) -> Any:
         """Call `find` on rank 0; return its result (JSON) or raise its InputError on all ranks."""
         answer = {}
         if self.is_main:

@@ -43,7 +43,7 @@ def map_shared(ranks: Ranks, num_bytes: int) -> np.ndarray | None:
     with contextlib.suppress(OSError, ValueError):  # not there: made on another machine, or nowhere
         if name in os.readlink(path):
             mapped = np.asarray(np.memmap(path, np.uint8, "r+", shape=(num_bytes,)))
-    is_common = ranks.gather(np.array([mapped is not None], np.uint8)).all()
+    is_common = ranks.all_gather(np.array([mapped is not None], np.uint8)).all()
     if handle is not None:
         os.close(handle)  # the memory stays as long as it is mapped
     return mapped if is_common else None
@@ -95,7 +95,7 @@ class SharedCollectives:
                     raise RuntimeError(f"the process of rank {rank} has ended")
         return False
 
-    def sum_(self, array: np.ndarray) -> None:
+    def all_reduce_(self, array: np.ndarray) -> None:
         """Sum over ranks, in place. array: contiguous, of one dimension."""
         room = PLACE_BYTES // array.itemsize
         for begin in range(0, len(array), room):
@@ -105,7 +105,7 @@ class SharedCollectives:
             for of_rank in others:
                 own += of_rank
 
-    def gather(self, array: np.ndarray) -> np.ndarray:
+    def all_gather(self, array: np.ndarray) -> np.ndarray:
         """Stack equally shaped arrays of all ranks: [P, ...]."""
         flat = np.ascontiguousarray(array).reshape(-1)
         everyone = np.empty((len(self._reached), len(flat)), flat.dtype)

@@ -31,7 +31,7 @@ from bubblespec.engine.runner import ModelRunner
 from bubblespec.engine.sampling import draw_among
 from bubblespec.errors import first_problem, log, one_line
 from bubblespec.planner.costs import CHAIN_ROWS, CostModel
-from bubblespec.planner.survival import TRIED, Survival
+from bubblespec.planner.survival import TRIED, AcceptanceStats
 from bubblespec.planner.windows import MIN_GAIN
 from bubblespec.types import Load
 
@@ -41,7 +41,7 @@ AHEAD = np.array((1, 2, 4))  # further tokens that a decision considers
 TIMED_ROWS = (1, 4, 16)
 
 
-class ChainRunner(SlotFollower):
+class DraftModelRunner(SlotFollower):
     """A small model's part of an engine; with graphs a follower of its runner."""
 
     def __init__(
@@ -124,7 +124,7 @@ class ChainRates:
 
     def __init__(self, longest: int, prior: float):
         """prior: chance that a token is right, at each of `longest` numbers, if all before are."""
-        self.survival = Survival()
+        self.survival = AcceptanceStats()
         self._by_lead = self.survival.add([("lead", n) for n in range(len(PRIORS))], PRIORS)
         numbers = [("number", n) for n in range(longest)]
         self._by_number = self.survival.add(numbers, [prior] * longest)
@@ -158,7 +158,7 @@ class ChainRates:
             right += np.bincount(kind, is_right, len(right))
 
 
-class ChainSource(DraftSource):
+class DraftModelSource(DraftSource):
     """Chains of a small model as a draft source."""
 
     needs_results = True
@@ -166,7 +166,7 @@ class ChainSource(DraftSource):
     def __init__(
         self,
         name: str,
-        runner: ChainRunner,
+        runner: DraftModelRunner,
         cost: CostModel,
         own_cost: CostModel,
         *,
@@ -201,7 +201,7 @@ class ChainSource(DraftSource):
         return self.runner.engine is engine
 
     @contextlib.contextmanager
-    def moved_to(self, runner: ChainRunner) -> Iterator[None]:
+    def moved_to(self, runner: DraftModelRunner) -> Iterator[None]:
         """Context in which proposals are for the rows of another engine."""
         own, self.runner = self.runner, runner
         try:
@@ -368,7 +368,7 @@ def rows_to_continue(
     return order[: int(best.argmax()) + 1]
 
 
-def profile(runner: ChainRunner, clock, max_rows: int | None = None) -> CostModel:
+def profile(runner: DraftModelRunner, clock, max_rows: int | None = None) -> CostModel:
     """Time forwards of few and many rows, while the engine has none; each is run once before."""
     cost, most = CostModel(), min(max_rows or runner.engine.num_slots, runner.engine.num_slots)
     for count in sorted({min(rows, most) for rows in (*TIMED_ROWS, most)}):

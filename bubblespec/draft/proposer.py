@@ -25,7 +25,7 @@ from bubblespec.draft.store import TextStore
 from bubblespec.draft.suffix import OWN, SOURCE_NAMES
 from bubblespec.engine.arrays import spans
 from bubblespec.planner.costs import CostModel
-from bubblespec.planner.survival import ALIGNED, OFFERED, PROPOSED, Survival
+from bubblespec.planner.survival import ALIGNED, OFFERED, PROPOSED, AcceptanceStats
 from bubblespec.planner.windows import WINDOWS, choose_windows
 from bubblespec.records import Acceptance
 from bubblespec.types import Row
@@ -48,7 +48,7 @@ class Proposer:
     ):
         """Trust sources in order; always: propose ALWAYS_WINDOW tokens whatever the cost."""
         self.cost, self.always, self.clock = cost, always, clock
-        self.survival = Survival()
+        self.survival = AcceptanceStats()
         self.sources: list[DraftSource] = []
         self._kinds: list[np.ndarray] = []  # numbers in `survival` of each source's kinds
         for source in sources:
@@ -127,14 +127,14 @@ class Proposer:
         lengths: np.ndarray,
         room: np.ndarray,
         budget: int,
-        ahead: np.ndarray | int = 0,
+        in_flight: np.ndarray | int = 0,
     ) -> tuple[np.ndarray, np.ndarray]:
         """See the engine's `Proposer`; all rows are tracked.
 
         The windows of all rows are planned together. They are of what follows the tokens that may
         be gained in flight."""
         numbers = numbers_of(rows)
-        found = self.find(numbers, room, budget, ahead)
+        found = self.find(numbers, room, budget, in_flight)
         if found is None:
             return np.empty(0, np.int64), np.zeros(len(rows), np.int64)
         started, windows = self.clock.perf_counter(), found.count
@@ -142,18 +142,18 @@ class Proposer:
             positions = int(lengths.sum() + self.tracked.prompt_length[numbers].sum())
             chance = self.survival.estimates[found.kind]
             windows = choose_windows(chance, windows, self.cost, positions, budget=budget)
-        proposed = fill(found, windows, ahead)
+        proposed = fill(found, windows, in_flight)
         self._spent_s += self.clock.perf_counter() - started
         return proposed
 
     def find(
-        self, numbers: np.ndarray, room: np.ndarray, budget: int, ahead: np.ndarray | int = 0
+        self, numbers: np.ndarray, room: np.ndarray, budget: int, in_flight: np.ndarray | int = 0
     ) -> Proposals | None:
         """Return the proposals for rows, see `propose`; None where no source is asked.
 
         Each begins with the tokens in flight, which its count leaves out; kinds are those of
         `survival`."""
-        must_wait = bool(np.any(ahead))
+        must_wait = bool(np.any(in_flight))
         asked_sources = [
             (source, kinds)
             for source, kinds in zip(self.sources, self._kinds, strict=True)
@@ -165,7 +165,7 @@ class Proposer:
         self._num_queried += len(numbers)
         limits = np.minimum(room, ALWAYS_WINDOW if self.always else min(int(WINDOWS[-1]), budget))
         asked = (limits > 0).nonzero()[0]
-        limits = limits + ahead
+        limits = limits + in_flight
         texts: list[np.ndarray] = []
         text, begin, count, kind = np.zeros((4, len(numbers)), np.int64)
         chances = self.survival.estimates
@@ -193,9 +193,9 @@ class Proposer:
             tokens = np.concatenate([known[spans(begin[of], count[of])] for known, of in parts])
             order = text.argsort(kind="stable")
             begin[order] = count[order].cumsum() - count[order]
-        self.tracked.propose(numbers[asked], kind[asked], (ahead + 0 * numbers)[asked])
+        self.tracked.propose(numbers[asked], kind[asked], (in_flight + 0 * numbers)[asked])
         self._spent_s += self.clock.perf_counter() - started
-        return Proposals(tokens, begin, np.maximum(count - ahead, 0), kind)
+        return Proposals(tokens, begin, np.maximum(count - in_flight, 0), kind)
 
     def observe(
         self,
@@ -237,10 +237,10 @@ class Proposer:
 
 
 def fill(
-    found: Proposals, windows: np.ndarray, ahead: np.ndarray | int
+    found: Proposals, windows: np.ndarray, in_flight: np.ndarray | int
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return the tokens that fill windows, int64 [R], behind those in flight, as `propose` does."""
-    count = np.where(windows > 0, windows + ahead, 0)
+    count = np.where(windows > 0, windows + in_flight, 0)
     return found.tokens[spans(found.begin, count)].astype(np.int64), count
 
 

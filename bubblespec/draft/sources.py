@@ -55,7 +55,7 @@ class TrackedRows:
         self.texts = SuffixIndex()
         """The rows' tokens so far, and their drafts."""
         self.groups: dict[tuple[int, int], int] = {}
-        """Numbers of groups in `texts` by (uid, visit)."""
+        """Numbers of groups in `texts` by (prompt_id, draw_index)."""
         self._set_columns(np.zeros((16, 5), np.int64))
 
     def _set_columns(self, columns: np.ndarray) -> None:
@@ -76,9 +76,9 @@ class TrackedRows:
         if len(row.tokens):
             self.texts.extend(np.array([number]), row.tokens, np.array([len(row.tokens)]))
 
-    def propose(self, numbers: np.ndarray, kind: np.ndarray, ahead: np.ndarray) -> None:
-        """Note kinds of proposals, by row; ahead: tokens that may be gained in flight."""
-        self.in_flight[numbers] = np.where(ahead > 0, self.kind[numbers] + 1, 0)
+    def propose(self, numbers: np.ndarray, kind: np.ndarray, in_flight: np.ndarray) -> None:
+        """Note kinds of proposals, by row; in_flight: tokens that may be gained in flight."""
+        self.in_flight[numbers] = np.where(in_flight > 0, self.kind[numbers] + 1, 0)
         self.kind[numbers] = kind
 
     def take_kind(self, numbers: np.ndarray) -> np.ndarray:
@@ -242,7 +242,7 @@ class TextMatches(DraftSource):
         members = texts.unindexed_rows(group)
         first = self.tracked.rows[members[0]]
         # By reward, then recency: later texts are trusted more.
-        earlier = sorted(self.history.of_prompt(first.id.uid), key=lambda text: text.reward)
+        earlier = sorted(self.history.of_prompt(first.id.prompt_id), key=lambda text: text.reward)
         of_group = [*(text.tokens for text in earlier), np.array(first.prompt, np.int32)]
         kinds = [HISTORY] * len(earlier) + [SELF]
         owners = [HISTORY_OWNER] * len(earlier) + [PROMPT_OWNER]

@@ -15,7 +15,9 @@ import numpy as np
 from bubblespec.distributed.ranks import Ranks
 from bubblespec.types import Draft, SampleId
 
-HEADER = 6  # uid, visit, sample, number of tokens, is_finished + 2 * is_deferred, version
+HEADER = (
+    6  # prompt_id, draw_index, sample, number of tokens, is_finished + 2 * is_deferred, version
+)
 
 
 class TextStore:
@@ -42,9 +44,9 @@ class TextStore:
         """Return the text of a sample, if there is one."""
         return self._texts.get(sample)
 
-    def of_prompt(self, uid: int) -> list[Draft]:
+    def of_prompt(self, prompt_id: int) -> list[Draft]:
         """Return the texts of a prompt's samples, oldest first."""
-        return list(self._of_prompt[uid].values()) if uid in self._of_prompt else []
+        return list(self._of_prompt[prompt_id].values()) if prompt_id in self._of_prompt else []
 
     def put(self, sample: SampleId, draft: Draft, *, is_deferred: bool = False) -> bool:
         """Store a text in place of the sample's earlier one; return whether there was room.
@@ -56,7 +58,7 @@ class TextStore:
         kept = 0 if self.keeps_latest else self.num_tokens
         if not is_deferred and kept + growth > self.max_tokens:
             return False
-        self._texts[sample] = self._of_prompt[sample.uid][sample] = draft
+        self._texts[sample] = self._of_prompt[sample.prompt_id][sample] = draft
         self.num_tokens += growth
         if is_deferred:
             self._deferred.add(sample)
@@ -74,9 +76,9 @@ class TextStore:
             if sample in self._texts:
                 self.num_tokens -= len(self._texts.pop(sample).tokens)
                 self._deferred.discard(sample)
-                del self._of_prompt[sample.uid][sample]
-                if not self._of_prompt[sample.uid]:
-                    del self._of_prompt[sample.uid]
+                del self._of_prompt[sample.prompt_id][sample]
+                if not self._of_prompt[sample.prompt_id]:
+                    del self._of_prompt[sample.prompt_id]
 
     def state_dict(self) -> dict[str, np.ndarray]:
         """Return all texts in the format of an exchange, see `_pack`, and their rewards."""

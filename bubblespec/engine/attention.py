@@ -74,14 +74,17 @@ def own_modules(model: PreTrainedModel) -> Iterator[None]:
 
 
 def _sdpa(packing: SequencePacking, query, key, value, *, scaling, window) -> torch.Tensor:
-    fold = query.shape[1] // key.shape[1]
+    queries_per_kv = query.shape[1] // key.shape[1]
     groups, packed_order = packing.groups
     attended = []
     for num_sequences, length, gather, keep in groups:
         rows = (num_sequences, length)
         q, k, v = (t.index_select(0, gather).unflatten(0, rows) for t in (query, key, value))
-        if fold > 1:
-            k, v = k.repeat_interleave(fold, dim=2), v.repeat_interleave(fold, dim=2)
+        if queries_per_kv > 1:
+            k, v = (
+                k.repeat_interleave(queries_per_kv, dim=2),
+                v.repeat_interleave(queries_per_kv, dim=2),
+            )
         mask = None
         if window is not None and window < length:
             position = torch.arange(length, device=q.device)

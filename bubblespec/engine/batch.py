@@ -86,7 +86,7 @@ class SamplingParams:
         return has_bars or self.top_k > 0 or self.top_p < 1.0
 
 
-class Drawn(NamedTuple):
+class SamplerOutput(NamedTuple):
     """Tokens drawn at T positions, on the host; what follows a wrong draft token is invalid."""
 
     token: np.ndarray  # int64 [T]
@@ -111,7 +111,7 @@ class Plan(NamedTuple):
         return (self.start + self.count - self.known)[self.slots] + 1
 
 
-class Texts(NamedTuple):
+class RowUpdates(NamedTuple):
     """Rows whose text the host has written: begun, continued behind an environment's tokens."""
 
     slots: np.ndarray  # int64 [W]
@@ -136,7 +136,7 @@ class Batch:
     load: Load
 
 
-class Standing(NamedTuple):
+class RowPosition(NamedTuple):
     """Where rows stand when a forward of theirs begins."""
 
     tokens: np.ndarray  # int64 [slots, max_length]
@@ -146,7 +146,7 @@ class Standing(NamedTuple):
     is_open: np.ndarray  # bool [M], whether they are fed: they have not ended, paused or left
 
 
-def draft_of(plan: Plan, rows: Standing) -> tuple[np.ndarray, np.ndarray]:
+def draft_of(plan: Plan, rows: RowPosition) -> tuple[np.ndarray, np.ndarray]:
     """Return the draft tokens that a plan feeds for its M rows: numbers int64 [M], and int64 [S].
 
     The token behind the draft has to fit into the row, too."""
@@ -163,7 +163,7 @@ def draft_of(plan: Plan, rows: Standing) -> tuple[np.ndarray, np.ndarray]:
     return num_draft, plan.proposals[(behind >= 0) & (behind < num_draft[row])]
 
 
-class Pace:
+class OverlapPolicy:
     """Averages over the forwards of an engine."""
 
     def __init__(self, clock: Any = time, is_shared: bool = False):
@@ -218,7 +218,7 @@ class Runner:
     is_shared = False  # whether ranks compute each forward together
 
     @property
-    def keeps_rows(self) -> bool:
+    def supports_overlap(self) -> bool:
         """Whether forwards are launched by plans, see `launch_ahead`."""
         return False
 
@@ -227,13 +227,13 @@ class Runner:
         """Forwards that are launched before the results of the one before are read."""
         return 0
 
-    def launch(self, batch: Batch, params: SamplingParams) -> Callable[[], Drawn]:
+    def launch(self, batch: Batch, params: SamplingParams) -> Callable[[], SamplerOutput]:
         """Feed the batch and return the call that waits for its end."""
         raise NotImplementedError
 
     def launch_ahead(
-        self, plan: Plan, texts: Texts, params: SamplingParams, batch: Batch | None
-    ) -> Callable[[], Drawn]:
+        self, plan: Plan, texts: RowUpdates, params: SamplingParams, batch: Batch | None
+    ) -> Callable[[], SamplerOutput]:
         """Feed a plan's rows from where they stand by then.
 
         texts: rows whose text has changed other than by forwards; batch: what is fed, where `depth`

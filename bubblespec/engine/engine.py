@@ -26,19 +26,19 @@ import numpy as np
 from bubblespec.engine.arrays import ragged
 from bubblespec.engine.batch import (
     Batch,
-    Drawn,
-    Pace,
+    OverlapPolicy,
     Plan,
+    RowPosition,
+    RowUpdates,
     Runner,
+    SamplerOutput,
     SamplingParams,
-    Standing,
-    Texts,
     draft_of,
     is_stop,
     num_accepted,
     num_gained,
 )
-from bubblespec.engine.slots import Slots
+from bubblespec.engine.slots import Scheduler
 from bubblespec.types import Load, Row
 
 
@@ -49,13 +49,19 @@ class Proposer(Protocol):
     forward is in flight then."""
 
     def propose(
-        self, rows: list[Row], lengths: np.ndarray, room: np.ndarray, budget: int, ahead: np.ndarray
+        self,
+        rows: list[Row],
+        lengths: np.ndarray,
+        room: np.ndarray,
+        budget: int,
+        in_flight: np.ndarray,
     ) -> tuple[np.ndarray, np.ndarray]:
         """Return proposals int64 [P], row after row, and their numbers by row, int64 [rows].
 
-        lengths: int64 [rows], response tokens known so far; ahead: int64 [rows], how many more each
-        may have gained by then; the draft is what a proposal has beyond these. room: int64 [rows],
-        maximum draft tokens of each; budget: of all rows together. What exceeds either is cut."""
+        lengths: int64 [rows], response tokens known so far; in_flight: int64 [rows], how many more
+        each may have gained by then; the draft is what a proposal has beyond these. room: int64
+        [rows], maximum draft tokens of each; budget: of all rows together. What exceeds either is
+        cut."""
 
     def observe(
         self,
@@ -79,10 +85,10 @@ class Flight(NamedTuple):
     stop_token_ids: tuple[int, ...]
     is_exact: bool  # whether all their tokens were known when it was planned
     launched_s: float
-    wait: Callable[[], Drawn]
+    wait: Callable[[], SamplerOutput]
 
 
-class Engine(Slots):
+class Engine(Scheduler):
     """Rows in slots, and the forwards that generate their tokens."""
 
     def __init__(self, runner: Runner):
@@ -96,7 +102,7 @@ class Engine(Slots):
             )
         self.num_forwards = 0
         self.flights: deque[Flight] = deque()
-        self.pace = Pace(is_shared=runner.is_shared)
+        self.pace = OverlapPolicy(is_shared=runner.is_shared)
 
     @property
     def is_waiting(self) -> bool:
@@ -201,7 +207,7 @@ class Engine(Slots):
     def _launch(self, plan: Plan, params: SamplingParams) -> Flight:
         """Launch a planned forward. From now on its rows count as fed."""
         runner, slots, is_exact = self.runner, plan.slots, not self.flights
-        if runner.keeps_rows:
+        if runner.supports_overlap:
             batch = self._batch(plan) if is_exact else None
             wait = runner.launch_ahead(plan, self._texts(), params, batch)
         else:
@@ -223,18 +229,18 @@ class Engine(Slots):
             tokens[index[1] >= known[slot]] = draft
         return Batch(start, count, index, tokens, slots, generated, num_draft, draft, load)
 
-    def _texts(self) -> Texts:
+    def _texts(self) -> RowUpdates:
         """Return the rows whose text has been written since the last plan."""
         slots = self.is_written[: len(self.rows)].nonzero()[0]
         self.is_written[slots] = False
         length, prompt_length = self.length[slots], self.prompt_length[slots]
         row, offset = ragged(length)
         tokens = self.tokens[slots[row], offset]
-        return Texts(slots, length, prompt_length, prompt_length + self.limit[slots], tokens)
+        return RowUpdates(slots, length, prompt_length, prompt_length + self.limit[slots], tokens)
 
     def _land(
-        self, flight: Flight, drawn: Drawn
-    ) -> tuple[np.ndarray, np.ndarray, np.ndarray, Drawn]:
+        self, flight: Flight, drawn: SamplerOutput
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray, SamplerOutput]:
         """Return slots, int64 [M], and drafts of the rows that a forward counts for, and its draws.
 
         A row that has ended, paused or left since the forward was planned has none."""
@@ -249,11 +255,11 @@ class Engine(Slots):
             counts = self.ticket[slots] == flight.tickets if active else place < 0
             slots = np.where(counts, slots, 0)
             length, total = self.length[slots], (self.prompt_length + self.limit)[slots]
-            standing = Standing(self.tokens, slots, length, total, counts)
+            standing = RowPosition(self.tokens, slots, length, total, counts)
             num_draft, draft = draft_of(plan, standing)
             row, offset = ragged(sampled)
             kept = counts[row] & (offset <= num_draft[row])
-            drawn = Drawn(drawn.token[kept], drawn.logprob[kept])
+            drawn = SamplerOutput(drawn.token[kept], drawn.logprob[kept])
             slots, num_draft, sampled = slots[counts], num_draft[counts], sampled[counts]
         self.most[slots] -= sampled
         self.fewest[slots] -= 1
@@ -295,9 +301,9 @@ class Engine(Slots):
         leaders = set()
         for slot in np.flatnonzero(prefilling):
             if self.cached[slot] < self.prompt_length[slot] - 1:
-                if self.prompt_id[slot] in leaders:
+                if self.prompt_key[slot] in leaders:
                     continue  # another row is computing this prompt
-                leaders.add(self.prompt_id[slot])
+                leaders.add(self.prompt_key[slot])
             count[slot] = min(unfed[slot], budget, prefill_budget)
             budget -= int(count[slot])
             prefill_budget -= int(count[slot])
@@ -314,16 +320,16 @@ class Engine(Slots):
         """Return proposals for the rows in `slots`, row after row, their lengths and the drafts'.
 
         All int64; a draft is the part of a proposal beyond what a row may gain in flight."""
-        generated, ahead = self.length[slots] - self.prompt_length[slots], self.most[slots]
+        generated, in_flight = self.length[slots] - self.prompt_length[slots], self.most[slots]
         # The token after the draft needs a position too, whatever the row gains in flight.
-        room = np.maximum(self.limit[slots] - generated - 1 - ahead, 0)
+        room = np.maximum(self.limit[slots] - generated - 1 - in_flight, 0)
         if self.pages is not None:
             room = np.minimum(room, self.pages.room(self._reach, slots))
-        tokens, given = proposer.propose(self._rows_in(slots), generated, room, budget, ahead)
-        drafts = np.minimum(np.maximum(given - ahead, 0), room)
+        tokens, given = proposer.propose(self._rows_in(slots), generated, room, budget, in_flight)
+        drafts = np.minimum(np.maximum(given - in_flight, 0), room)
         before = drafts.cumsum() - drafts
         drafts = np.minimum(drafts, np.maximum(budget - before, 0))
-        lengths = np.minimum(drafts + ahead, self.limit[slots] - generated) * (drafts > 0)
+        lengths = np.minimum(drafts + in_flight, self.limit[slots] - generated) * (drafts > 0)
         if int(lengths.sum()) < len(tokens):
             tokens = tokens[ragged(given)[1] < lengths.repeat(given)]
         return tokens, lengths, drafts
@@ -333,7 +339,7 @@ class Engine(Slots):
         slots: np.ndarray,
         num_draft: np.ndarray,
         draft: np.ndarray,
-        drawn: Drawn,
+        drawn: SamplerOutput,
         stop_token_ids: tuple[int, ...],
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Verify drafts and write the tokens gained.

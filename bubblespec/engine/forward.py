@@ -73,7 +73,7 @@ class ModelForward:
         # The shapes of torch's attention depend on lengths.
         self.is_eager = enforce_eager or not has_kernels(*self.type, ROWS)
         self.reduce = self.ops.best_and_sum
-        self.fold = fold_of(model)
+        self.queries_per_kv = fold_of(model)
 
     def make_decoder(self) -> Decoder | None:
         """Return the written-out layers of a model that is like Llama."""

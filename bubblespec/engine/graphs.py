@@ -40,7 +40,7 @@ import torch
 from bubblespec.engine.arrays import to_device
 from bubblespec.engine.forward import ModelForward
 from bubblespec.engine.kv_cache import CachePacking, KVCache, pack_rows, pieces
-from bubblespec.engine.ops.view import TILE, View
+from bubblespec.engine.ops.view import TILE, AttentionMetadata
 from bubblespec.errors import (
     fallback,
     first_cause,
@@ -71,7 +71,7 @@ class PaddedPacking(NamedTuple):
     """The part of a `CachePacking` that operations read, on the device."""
 
     cache: KVCache
-    view: View
+    view: AttentionMetadata
 
     @property
     def place(self) -> torch.Tensor:
@@ -103,14 +103,14 @@ class GraphPool:
         cache: KVCache,
         max_num_batched_tokens: int,
         state_size: int = 0,
-        fill: Callable[[torch.Tensor, View], object] | None = None,
+        fill: Callable[[torch.Tensor, AttentionMetadata], object] | None = None,
     ):
         """state_size: width of a second input of `forward.hidden`, one vector a token, or 0.
 
         fill: queues what writes token ids [B] and a view of B tokens, in front of a forward."""
         self.of: Any = forward  # one with states has a second input
         self.cache, self.state_size, self.fill = cache, state_size, fill
-        sizes = max_num_batched_tokens, cache.num_slots, forward.min_tokens, forward.fold
+        sizes = max_num_batched_tokens, cache.num_slots, forward.min_tokens, forward.queries_per_kv
         # Tiles of another size round differently.
         self.shapes = graph_shapes(*sizes, TILES[-1:] if forward.is_invariant else TILES)
         """Sizes, largest first."""
@@ -260,7 +260,7 @@ class GraphPool:
         flat = torch.from_numpy(inputs.ravel())
         self._inputs[: len(flat)].copy_(flat, non_blocking=True)
 
-    def _read(self, shape: Shape) -> tuple[torch.Tensor, View]:
+    def _read(self, shape: Shape) -> tuple[torch.Tensor, AttentionMetadata]:
         """Return token ids and the view of a forward's inputs."""
         assert self._inputs is not None
         fields = self._inputs[: FIELDS * _width(shape)].view(FIELDS, -1)
@@ -268,7 +268,7 @@ class GraphPool:
         first, slot = fields[3:, : shape.sequences + 1]
         length, table = self.cache.slot_length, self.cache.block_table(ids.device)
         sizes = shape.max_q, length, self.cache.split_of(shape.tokens, length)
-        return ids, View(place, position, first, slot[:-1], table, *sizes)
+        return ids, AttentionMetadata(place, position, first, slot[:-1], table, *sizes)
 
     def _run(self, shape: Shape) -> None:
         ids, view = self._read(shape)
@@ -295,9 +295,9 @@ def attempt(stage: Callable[[], None]) -> str | None:
     return None
 
 
-def tokens_of(tile: int, fold: int) -> int:
-    """Return how many tokens of a sequence a tile holds, each of `fold` query heads."""
-    return max(tile // fold, 1)
+def tokens_of(tile: int, queries_per_kv: int) -> int:
+    """Return how many tokens of a sequence a tile holds, each of `queries_per_kv` query heads."""
+    return max(tile // queries_per_kv, 1)
 
 
 def graph_sizes(max_num_batched_tokens: int, min_tokens: int = 1) -> list[int]:
@@ -313,11 +313,11 @@ def graph_shapes(
     max_num_batched_tokens: int,
     num_slots: int,
     min_tokens: int = 1,
-    fold: int = 1,
+    queries_per_kv: int = 1,
     tiles: tuple[int, ...] = TILES,
 ) -> list[Shape]:
     """Return sizes of graphs, largest first; each number of tokens up to the first fits one."""
-    small, large = (tokens_of(tile, fold) for tile in (tiles[0], tiles[-1]))
+    small, large = (tokens_of(tile, queries_per_kv) for tile in (tiles[0], tiles[-1]))
     shapes: set[Shape] = set()
     for size in graph_sizes(max_num_batched_tokens, min_tokens):
         if small < large and (not shapes or size / GROWTH < num_slots * small):

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from bubblespec.engine.arrays import ragged, staged, to_device
-from bubblespec.engine.ops.view import TILE, View
+from bubblespec.engine.ops.view import TILE, AttentionMetadata
 from bubblespec.engine.pages import Pages
 
 SPLIT = 512  # keys; 256 and 1,024 were within 5% for 1 to 128 rows of 4,096 keys on an H200
@@ -74,7 +74,7 @@ class LayerCache(NamedTuple):
 
     keys: torch.Tensor  # [pages and spare ones, page_size, K, dimension], a view
     values: torch.Tensor
-    joint: torch.Tensor | None
+    kv: torch.Tensor | None
     """Both, keys first, [pages, 2K, page_size, dimension], if they have one dimension."""
 
 
@@ -98,7 +98,7 @@ class KVCache:
         self.num_slots, self.slot_length, self.num_spare = num_slots, slot_length, num_spare
         self.pages, self.num_layers = pages, num_layers
         self.fixed_q = 0
-        """`View.max_q` of all forwards, where a token's sums must not depend on other tokens."""
+        """`AttentionMetadata.max_q` of all forwards, where sums must not depend on other tokens."""
         self.num_pages, self.page_size = num_slots, slot_length
         if pages is not None:
             self.num_pages, self.page_size = pages.num_pages, pages.page_size
@@ -132,10 +132,10 @@ class KVCache:
                 part.view(pages, heads, self.page_size, size).transpose(1, 2)
                 for part, size in zip(parts, sizes, strict=True)
             )
-            joint = None
+            kv = None
             if sizes[0] == sizes[1]:
-                joint = own.view(pages, 2 * heads, self.page_size, sizes[0])
-            self.layers[number] = LayerCache(keys, values, joint)
+                kv = own.view(pages, 2 * heads, self.page_size, sizes[0])
+            self.layers[number] = LayerCache(keys, values, kv)
         return self.layers[number]
 
     def write(
@@ -347,7 +347,7 @@ class CachePacking:
         return mask if heads_per_kv == 1 else mask.repeat(1, 1, heads_per_kv, 1)
 
     @cached_property
-    def view(self) -> View:
+    def view(self) -> AttentionMetadata:
         """What triton_ops.py reads of a forward that is in no graph."""
         max_q = self.cache.fixed_q or int(min(self.count.max(), TILE))
         slot, tokens = pieces(self.count, max_q)
@@ -355,7 +355,7 @@ class CachePacking:
         first, slots = (to_device(a.astype(np.int32), self.device) for a in arrays)
         table, max_keys = self.cache.block_table(self.device), int(self.ends.max())
         sizes = max_q, max_keys, self.cache.split_of(self.index.shape[1], max_keys)
-        return View(self.place, self.position, first, slots, table, *sizes)
+        return AttentionMetadata(self.place, self.position, first, slots, table, *sizes)
 
 
 def pack_rows(

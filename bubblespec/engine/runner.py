@@ -12,7 +12,7 @@ import torch
 from transformers import PreTrainedModel
 
 from bubblespec.engine.arrays import ragged, reading, to_device
-from bubblespec.engine.batch import Batch, Drawn, Plan, Runner, SamplingParams, Texts
+from bubblespec.engine.batch import Batch, Plan, RowUpdates, Runner, SamplerOutput, SamplingParams
 from bubblespec.engine.forward import ModelForward, SlotFollower
 from bubblespec.engine.graphs import TILES, tokens_of
 from bubblespec.engine.kv_cache import PAGE, CachePacking, KVCache
@@ -57,12 +57,12 @@ class ModelRunner(Runner):
         # Its tensors are made at the first forward.
         self.cache = KVCache(num_slots, slot_length, int(on_gpu), pages, layers)
         if self.forward.is_invariant:  # graphs have these tiles too
-            self.cache.fixed_q = tokens_of(TILES[-1], self.forward.fold)
+            self.cache.fixed_q = tokens_of(TILES[-1], self.forward.queries_per_kv)
         self.graphs: StepGraphs | None = None
         if not self.forward.is_eager:
             sizes = max_num_batched_tokens, max_length
             self.graphs = StepGraphs(self.forward, self.cache, *sizes)
-        self._noise_key = np.zeros((num_slots, 3), np.int64)  # uid, visit, sample
+        self._noise_key = np.zeros((num_slots, 3), np.int64)  # prompt_id, draw_index, sample
         # Keys of the noise streams of each response position, computed ahead for its first `_keyed`
         # positions.
         self._stream_key = np.zeros((num_slots, max_length, 4), np.int32)
@@ -105,7 +105,7 @@ class ModelRunner(Runner):
             follower.release()
 
     @property
-    def keeps_rows(self) -> bool:
+    def supports_overlap(self) -> bool:
         """See `Runner`: with graphs, which are captured at the first call."""
         with torch.inference_mode():
             return self.graphs is not None and self.graphs.pool.are_ready()
@@ -114,10 +114,10 @@ class ModelRunner(Runner):
     def depth(self) -> int:
         """See `Runner`. What reads hidden states has to know of which tokens they are."""
         is_read = any(follower.reads_states for follower in self.followers)
-        return 1 if self.keeps_rows and not is_read else 0
+        return 1 if self.supports_overlap and not is_read else 0
 
     @torch.inference_mode()
-    def launch(self, batch: Batch, params: SamplingParams) -> Callable[[], Drawn]:
+    def launch(self, batch: Batch, params: SamplingParams) -> Callable[[], SamplerOutput]:
         """See `Runner`. The host waits for the GPU once, in the call that this returns."""
         packing = CachePacking(self.cache, batch.start, batch.count, batch.index, self.device)
         hidden = self.forward.hidden(to_device(batch.tokens, self.device), packing)
@@ -137,8 +137,8 @@ class ModelRunner(Runner):
 
     @torch.inference_mode()
     def launch_ahead(
-        self, plan: Plan, texts: Texts, params: SamplingParams, batch: Batch | None
-    ) -> Callable[[], Drawn]:
+        self, plan: Plan, texts: RowUpdates, params: SamplingParams, batch: Batch | None
+    ) -> Callable[[], SamplerOutput]:
         """See `Runner`: two graphs, with one copy to the GPU before them and one back behind."""
         assert self.graphs is not None
         ids = self._noise_key[texts.slots]
@@ -152,8 +152,8 @@ class ModelRunner(Runner):
         """Return the noise of T response positions of slots: keys, or counters on a GPU."""
         if self.forward.ops is torch_ops:
             return Noise(self.noise_keys(slots, position))
-        uid, visit, sample = self._noise_key[slots].T
-        words = stream_counters(uid, visit, sample, position)
+        prompt_id, draw_index, sample = self._noise_key[slots].T
+        words = stream_counters(prompt_id, draw_index, sample, position)
         return Noise(to_device(words.view(np.int32), self.device), self.seed)
 
     def noise_keys(self, slots: np.ndarray, position: np.ndarray) -> torch.Tensor:

@@ -11,7 +11,7 @@ least (1 - TV) / (1 + TV), with TV the total variation distance of q and the pol
 and Suresh 2024, "Coupling without communication and drafter-invariant speculative decoding").
 
 Noise has two layers. Philox4x32-10 (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2,
-3") turns the 128-bit counter (prompt uid, visit, sample, position) into a 128-bit stream key.
+3") turns the 128-bit counter (prompt_id, draw_index, sample, position) into a 128-bit stream key.
 Philox is a bijection of its counter, so two different counters never share a stream. Then a 32-bit
 integer mixer, keyed by those four words, turns each token id into 31 random bits. Philox for every
 vocabulary entry would cost 3.5 times as many operations. All devices have the same bits.
@@ -26,7 +26,7 @@ import numpy as np
 import torch
 
 from bubblespec.engine.arrays import to_device, to_host
-from bubblespec.engine.batch import Drawn, SamplingParams
+from bubblespec.engine.batch import SamplerOutput, SamplingParams
 
 MAX_POSITIONS = 1 << 20
 MAX_SAMPLES = 1 << 12
@@ -66,18 +66,18 @@ def philox4x32(counter: np.ndarray, key: tuple[int, int]) -> np.ndarray:
 
 
 def stream_counters(
-    uid: np.ndarray, visit: np.ndarray, sample: np.ndarray, position: np.ndarray
+    prompt_id: np.ndarray, draw_index: np.ndarray, sample: np.ndarray, position: np.ndarray
 ) -> np.ndarray:
     """Return the counters of N noise streams, uint32 [N, 4].
 
-    uid, visit, sample, position: int64 [N], disjoint bits of the counter (64, 32, 12 and 20), so no
-    two streams of a run share a key; position counts response tokens from 0."""
-    counter = np.empty((len(uid), 4), dtype=np.uint32)
-    uid = uid.astype(np.uint64)
+    prompt_id, draw_index, sample, position: int64 [N], disjoint bits of the counter (64, 32, 12 and
+    20), so no two streams of a run share a key; position counts response tokens from 0."""
+    counter = np.empty((len(prompt_id), 4), dtype=np.uint32)
+    prompt_id = prompt_id.astype(np.uint64)
     counter[:, 0] = (sample << 20) | position
-    counter[:, 1] = visit
-    counter[:, 2] = uid & np.uint64(0xFFFFFFFF)
-    counter[:, 3] = uid >> np.uint64(32)
+    counter[:, 1] = draw_index
+    counter[:, 2] = prompt_id & np.uint64(0xFFFFFFFF)
+    counter[:, 3] = prompt_id >> np.uint64(32)
     return counter
 
 
@@ -281,13 +281,13 @@ def draw_among(
     return token[:, 0], best.values[:, 0] - best.values[:, 1]
 
 
-def read(sampled: tuple[torch.Tensor, torch.Tensor]) -> Drawn:
+def read(sampled: tuple[torch.Tensor, torch.Tensor]) -> SamplerOutput:
     """Return what `sample` returned, [T] each; the host waits once."""
     token, logprob = to_host(*sampled)
-    return Drawn(token.astype(np.int64, copy=False), logprob)
+    return SamplerOutput(token.astype(np.int64, copy=False), logprob)
 
 
-def drawn(wait: Callable[[], np.ndarray]) -> Drawn:
+def drawn(wait: Callable[[], np.ndarray]) -> SamplerOutput:
     """Return the same from a call that returns it as one array, float64 [2, T]."""
     token, logprob = wait()
-    return Drawn(token.astype(np.int64), logprob)
+    return SamplerOutput(token.astype(np.int64), logprob)

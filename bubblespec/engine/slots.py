@@ -20,7 +20,7 @@ from bubblespec.engine.batch import Runner
 from bubblespec.types import Row
 
 
-class Slots:
+class Scheduler:
     """The rows of an engine, and what is known of each."""
 
     def __init__(self, runner: Runner):
@@ -44,8 +44,8 @@ class Slots:
         self.is_written = np.zeros(self.num_slots, bool)  # since the last plan
         self._num_tickets = 0
         # The prompt whose keys and values a slot holds, even after its row has finished; -1: none.
-        self.prompt_id = np.full(self.num_slots, -1, np.int64)
-        self._prompt_ids: dict[tuple[int, ...], int] = {}
+        self.prompt_key = np.full(self.num_slots, -1, np.int64)
+        self._prompt_keys: dict[tuple[int, ...], int] = {}
         self.num_admitted = 0
         # Rows admitted before each slot's row. A preempted row, which waits before all others,
         # becomes the youngest again.
@@ -129,8 +129,8 @@ class Slots:
         """Forget all rows, and all keys and values; needed whenever the weights have changed."""
         self.queue.clear()
         self.rows.clear()
-        self.prompt_id.fill(-1)
-        self._prompt_ids.clear()
+        self.prompt_key.fill(-1)
+        self._prompt_keys.clear()
         if self.pages is not None:
             self.pages.clear()
         self.runner.reset()
@@ -179,9 +179,11 @@ class Slots:
     def _share_prefills(self) -> None:
         """Give prefilling rows the keys and values of slots that hold their prompt whole."""
         whole = np.flatnonzero(self.cached >= self.prompt_length - 1)[::-1]
-        first_with = dict(zip(self.prompt_id[whole].tolist(), whole.tolist(), strict=True))
+        first_with = dict(zip(self.prompt_key[whole].tolist(), whole.tolist(), strict=True))
         slots = self._prefilling()
-        source = np.array([first_with.get(i, -1) for i in self.prompt_id[slots].tolist()], np.int64)
+        source = np.array(
+            [first_with.get(i, -1) for i in self.prompt_key[slots].tolist()], np.int64
+        )
         if len(slots := slots[source >= 0]):
             self.cached[slots] = self.prompt_length[slots] - 1
             self.runner.share(source[source >= 0], slots, self.cached[slots])
@@ -189,13 +191,13 @@ class Slots:
     def _place(self, slot: int) -> None:
         """Write a new row into its slot, whose keys and values stay if its prompt is the same."""
         row = self.rows[slot]
-        prompt_id = self._prompt_ids.setdefault(row.prompt, len(self._prompt_ids))
+        prompt_key = self._prompt_keys.setdefault(row.prompt, len(self._prompt_keys))
         length = len(row.prompt)
-        has_prompt = self.prompt_id[slot] == prompt_id
+        has_prompt = self.prompt_key[slot] == prompt_key
         self.cached[slot] = min(self.cached[slot], length - 1) if has_prompt else 0
         self.tokens[slot, :length] = row.prompt
         self.prompt_length[slot], self.limit[slot] = length, row.max_new_tokens
-        self.prompt_id[slot] = prompt_id
+        self.prompt_key[slot] = prompt_key
         self._write_row(slot)
         self._age[slot] = self.num_admitted
         self.num_admitted += 1
@@ -238,7 +240,7 @@ class Slots:
     def _free_pages(self, slot: int) -> None:
         if self.pages is None:
             return
-        self.length[slot], self.cached[slot], self.most[slot], self.prompt_id[slot] = 0, 0, 0, -1
+        self.length[slot], self.cached[slot], self.most[slot], self.prompt_key[slot] = 0, 0, 0, -1
         self.pages.truncate(slot)
 
     def _close(self, slot: int) -> None:
@@ -249,8 +251,8 @@ class Slots:
         self.rows[slot] = moved
         self.runner.move(last, int(slot), int(self.cached[last] + self.most[last]))
         known = self.tokens, self.logprob, self.length, self.cached, self.is_paused
-        limits = self.prompt_length, self.limit, self.prompt_id, self._age
+        limits = self.prompt_length, self.limit, self.prompt_key, self._age
         in_flight = self.most, self.fewest, self.ticket, self.is_written
         for array in (*known, *limits, *in_flight):
             array[slot] = array[last]
-        self.prompt_id[last] = -1
+        self.prompt_key[last] = -1

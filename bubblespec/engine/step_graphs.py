@@ -20,11 +20,11 @@ import numpy as np
 import torch
 
 from bubblespec.engine.arrays import ragged, staged
-from bubblespec.engine.batch import Plan, SamplingParams, Texts
+from bubblespec.engine.batch import Plan, RowUpdates, SamplingParams
 from bubblespec.engine.forward import ModelForward
 from bubblespec.engine.graphs import GraphPool
 from bubblespec.engine.kv_cache import KVCache, pieces
-from bubblespec.engine.ops.view import RowState, View
+from bubblespec.engine.ops.view import AttentionMetadata, RowState
 from bubblespec.engine.sampling import Noise, stream_counters
 
 MAX_SAMPLED = 1024  # positions of a graph, whose logits take memory
@@ -86,13 +86,15 @@ class DeviceRows:
         """Free the memory."""
         self._state = None
 
-    def write(self, texts: Texts, ids: np.ndarray) -> None:
+    def write(self, texts: RowUpdates, ids: np.ndarray) -> None:
         """Write texts, and the ids int64 [W, 3] of their samples."""
         if not len(texts.slots):
             return
         state = self.state
-        uid, visit, sample = ids.T
-        counters = stream_counters(uid, visit, sample, np.zeros_like(uid)).view(np.int32)
+        prompt_id, draw_index, sample = ids.T
+        counters = stream_counters(prompt_id, draw_index, sample, np.zeros_like(prompt_id)).view(
+            np.int32
+        )
         lengths = np.array((texts.length, texts.prompt_length, texts.total, texts.length * 0))
         row, offset = ragged(texts.length)
         place = texts.slots[row] * self.max_length + offset
@@ -117,7 +119,7 @@ class DeviceRows:
         sent = packed(plan, max_q)
         self.state.plan[: len(sent)].copy_(staged(sent, self.device), non_blocking=True)
 
-    def fill(self, ids: torch.Tensor, view: View) -> None:
+    def fill(self, ids: torch.Tensor, view: AttentionMetadata) -> None:
         """Write the token ids [B] and the view of the plan that was sent."""
         from bubblespec.engine.ops import triton_rows as ops
 
@@ -138,7 +140,7 @@ class StepGraphs:
         self._stops: dict[tuple[int, ...], torch.Tensor] = {}
 
     def step(
-        self, plan: Plan, texts: Texts, ids: np.ndarray, params: SamplingParams, seed: int
+        self, plan: Plan, texts: RowUpdates, ids: np.ndarray, params: SamplingParams, seed: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Launch a step; return hidden states [B, hidden], and float64 [2, T], see `sample`.
 

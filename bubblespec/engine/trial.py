@@ -21,11 +21,11 @@ from torch.nn.functional import rms_norm
 from transformers import PreTrainedModel
 
 from bubblespec.engine import ops
-from bubblespec.engine.batch import Plan, SamplingParams, Texts
+from bubblespec.engine.batch import Plan, RowUpdates, SamplingParams
 from bubblespec.engine.kv_cache import PAGE, SPLIT, KVCache, LayerCache, pack_rows
 from bubblespec.engine.model import Heads, layer_heads, of_layers
 from bubblespec.engine.ops import torch_ops
-from bubblespec.engine.ops.view import Norm, View
+from bubblespec.engine.ops.view import AttentionMetadata, Norm
 from bubblespec.engine.pages import Pages
 from bubblespec.engine.sampling import Noise, sample, stream_counters
 from bubblespec.engine.step_graphs import DeviceRows
@@ -181,13 +181,13 @@ def device_rows(own: Any, sizes: Sizes) -> Found:
     # Row 0 is known to have 5 tokens and has gained another one, which its proposal begins with.
     text = np.array([10, 11, 12, 13, 14, 15, 20, 21, 22, 23])
     slots, length, prompt, total = np.array([[0, 1], [6, 4], [3, 4], [12, 10]])
-    rows.write(Texts(slots, length, prompt, total, text), np.array([[5, 0, 0], [6, 0, 0]]))
+    rows.write(RowUpdates(slots, length, prompt, total, text), np.array([[5, 0, 0], [6, 0, 0]]))
     start, count, known, num_proposed = np.array([[4, 0], [3, 4], [5, 4], [3, 0]])
     proposals = np.array([15, 30, 31])
     rows.send(Plan(start, count, known, slots, num_proposed, proposals, Load(2, 7)), 4)
     ids, place, position, first, slot = torch.zeros(5, 9, dtype=torch.int32, device=sizes.device)
     table = cache.block_table(sizes.device)
-    view = View(place, position, first, slot[:-1], table, 4, pages.slot_length, SPLIT)
+    view = AttentionMetadata(place, position, first, slot[:-1], table, 4, pages.slot_length, SPLIT)
     rows.fill(ids, view)
     state = rows.state
     triton_rows.sampled(state, 4)

@@ -98,9 +98,9 @@ class _Drafts(Proposer):
             text = self.texts[row.id] = row.tokens.copy()
             text[WRONG - 1 :: WRONG] = row.prompt[0]
 
-    def propose(self, rows, lengths, room, budget, ahead) -> tuple[np.ndarray, np.ndarray]:
+    def propose(self, rows, lengths, room, budget, in_flight) -> tuple[np.ndarray, np.ndarray]:
         """See `Proposer`."""
-        ends = lengths + ahead + DRAFT
+        ends = lengths + in_flight + DRAFT
         of = zip(rows, lengths.tolist(), ends.tolist(), strict=True)
         return packed([self.texts[row.id][begin:end] for row, begin, end in of])
 

@@ -179,7 +179,7 @@ class Learner:
             if self.ranks.device.type == "cuda":  # the host is far ahead of the backward pass
                 torch.cuda.synchronize(self.ranks.device)
             begin_s = self.ranks.clock.perf_counter()
-            self.ranks.sum_(self.optimizer.flat_grad)  # tokens are weighted by global counts
+            self.ranks.all_reduce_(self.optimizer.flat_grad)  # tokens are weighted by global counts
             spans.append(Span("sync", begin_s, self.ranks.clock.perf_counter()))
             if factor != 1.0:
                 self.optimizer.flat_grad.mul_(factor)
@@ -346,6 +346,6 @@ def sum_over_ranks(measured: list[torch.Tensor], ranks: Ranks, factor: float) ->
         by_batch = torch.stack(measured).double().cpu().numpy()
     local = np.append(by_batch[:, :-1].sum(axis=0), by_batch[:, -1].max())
     local[MEASURED.index("loss")] *= factor
-    by_rank = ranks.gather(local)
+    by_rank = ranks.all_gather(local)
     total = np.append(by_rank[:, :-1].sum(axis=0), by_rank[:, -1].max())
     return dict(zip(MEASURED, total.tolist(), strict=True))

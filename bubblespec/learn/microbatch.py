@@ -12,7 +12,7 @@ from bubblespec.distributed.ranks import Ranks
 from bubblespec.engine.arrays import to_device
 from bubblespec.learn.losses import common_factor, local_weights
 from bubblespec.records import Samples, count_sampled
-from bubblespec.types import is_sampled
+from bubblespec.types import completion_mask
 
 
 @dataclass
@@ -87,7 +87,7 @@ def pack_responses(
     predicts = [np.arange(end - len(t), end) for end, t in zip(ends, tokens, strict=True)]
     places = [np.arange(len(t)) for t in tokens]
     logprob = np.concatenate(generated)
-    is_target = is_sampled(logprob)
+    is_target = completion_mask(logprob)
     return Microbatch(
         order=list(range(len(tokens))) if order is None else order,
         lengths=to_device(count_sampled(generated), device),

@@ -64,7 +64,7 @@ class Optimizer:
             self.adamw = self.local = self._make_adamw(groups, lr=config.learning_rate)
         is_updated = np.array([p in self.updated for p in self.params], np.uint8)
         # the first rank that updates each parameter
-        self.owner = ranks.gather(is_updated).argmax(axis=0).tolist()
+        self.owner = ranks.all_gather(is_updated).argmax(axis=0).tolist()
 
     def _make_adamw(self, groups: list[dict], lr: float) -> torch.optim.AdamW:
         """Create AdamW on the parameters, or on float32 masters, copied back after every step.

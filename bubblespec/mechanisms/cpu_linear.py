@@ -175,9 +175,9 @@ def choose_packed(ranks: Ranks, model: torch.nn.Module, saved: dict | None) -> d
     checkpoint's choice, kept on the same processor, as other kernels round differently."""
     hardware = describe_hardware(ranks.device)
     is_kept = saved is not None and "packed" in saved and saved["hardware"] == hardware
-    if ranks.gather(np.array([is_kept], np.uint8)).all() and saved is not None:
+    if ranks.all_gather(np.array([is_kept], np.uint8)).all() and saved is not None:
         return saved
-    torch_s, packed_s = np.exp(np.log(ranks.gather(measure(model))).mean(axis=0))
+    torch_s, packed_s = np.exp(np.log(ranks.all_gather(measure(model))).mean(axis=0))
     is_faster = torch_s >= MARGIN * packed_s
     wins = [rows for rows, wins in zip(ROWS.values(), is_faster, strict=True) if wins]
     return {"hardware": hardware, "packed": [count for rows in wins for count in rows]}

@@ -21,10 +21,10 @@ from bubblespec.learn.losses import local_weights
 from bubblespec.learn.microbatch import Microbatch, pack_responses
 from bubblespec.mechanisms import Run
 from bubblespec.records import Samples, Span, StepRecord, count_sampled, has_zero_std
-from bubblespec.rewards.scorer import Scoring
-from bubblespec.rollout.plan import SLICE_S, LocalWork, Mechanism, RolloutPlan
+from bubblespec.rewards.scorer import RolloutRewards
+from bubblespec.rollout.plan import SLICE_S, IdleTask, Mechanism, RolloutPlan
 from bubblespec.rollout.sampler import Sampler
-from bubblespec.types import Launch, Row, SampleId, is_sampled
+from bubblespec.types import Row, SampleId, StepBatch, completion_mask
 
 
 class MicrobatchCost:
@@ -107,7 +107,7 @@ class StreamedGradients:
         own = np.array([name in self.ids for name in samples.ids], bool)
         if num_others := len(self.ids) - own.sum():
             raise ValueError(f"{num_others} streamed samples are not trained on")
-        self.is_covered = np.any(self.learner.ranks.gather(own.astype(np.uint8)), axis=0)
+        self.is_covered = np.any(self.learner.ranks.all_gather(own.astype(np.uint8)), axis=0)
         measured, self._measured, self.ids = self._measured, [], set()
         return self.is_covered, measured
 
@@ -145,20 +145,20 @@ def pieces_of(learner: Learner, rows: Sequence[Row], rewards: np.ndarray) -> lis
         for row, advantage in zip(rows, advantages.tolist(), strict=True)
         if (advantage != 0 or not learner.skips_zero_advantage)
         and not (loss.mask_truncated_completions and row.finish == "length")
-        and is_sampled(row.logprob).any()
+        and completion_mask(row.logprob).any()
     ]
 
 
-class StreamGradients(LocalWork):
+class StreamGradients(IdleTask):
     """Streamed gradients in one rollout on one rank."""
 
     name = "gradients"
 
     def __init__(
         self,
-        launch: Launch,
+        launch: StepBatch,
         gradients: StreamedGradients,
-        scoring: Scoring,
+        scoring: RolloutRewards,
         combine_rewards: Callable[[np.ndarray, np.ndarray], np.ndarray],
     ):
         """Create the task of one rollout. combine_rewards: see `Sampler.combined`."""
@@ -221,7 +221,7 @@ class StreamGradients(LocalWork):
     def finish(self, ranks: Ranks) -> None:
         """Share the saved seconds evenly: the update adds up the gradients of all ranks."""
         use = self.view.record.idle[self.name]
-        use.saved_s = float(ranks.gather(np.array([use.saved_s])).mean())
+        use.saved_s = float(ranks.all_gather(np.array([use.saved_s])).mean())
 
     def _next_pieces(self) -> list[Piece]:
         """Return the longest piece, and the longest others that fit into a slice with it."""

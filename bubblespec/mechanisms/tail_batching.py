@@ -18,7 +18,7 @@ import numpy as np
 from bubblespec.data.schedule import StepSchedule
 from bubblespec.mechanisms import Run
 from bubblespec.records import Samples
-from bubblespec.types import Group, Launch, SampleId
+from bubblespec.types import Group, SampleId, StepBatch
 
 # auto: how much history it uses, and how clear a gain must be.
 NUM_CYCLES_KEPT = 16  # steps of groups whose lengths are remembered
@@ -52,11 +52,11 @@ class TailBatching(StepSchedule):
         """order: the arguments of `StepSchedule`; over_sampling_ratio: `TailBatchingConfig`'s."""
         super().__init__(*order)
         self.over_sampling_ratio = over_sampling_ratio
-        self._by_uid = {prompt.uid: prompt for prompt in self.prompts.prompts}
+        self._by_id = {prompt.prompt_id: prompt for prompt in self.prompts.prompts}
         self._num_drawn = 0  # in the data order, that is without replacements
         self._queue: list[Deferred] = []
         self._round = 0
-        self._launched: Launch | None = None  # of the latest round
+        self._launched: StepBatch | None = None  # of the latest round
         self._seen: list[int] = []  # longest response of each group of whole cycles, for auto
         self._cycle: list[int] = []  # the same of the cycle that is not over yet
         self._num_short_round = self._choose_num_short_round()
@@ -72,11 +72,11 @@ class TailBatching(StepSchedule):
         """Whether the coming step is a long round."""
         return len(self._queue) >= self.num_prompts
 
-    def launch(self, step: int) -> Launch:
+    def launch(self, step: int) -> StepBatch:
         groups = self.deferred[: self.num_prompts]
         if not self.is_long_round:
             groups = self._draw(self._num_drawn, self._num_short_round, Counter())
-        self._launched = Launch(groups, self.num_prompts, self.num_generations)
+        self._launched = StepBatch(groups, self.num_prompts, self.num_generations)
         return self._launched
 
     def upcoming(self, step: int, depth: int, used: list[Group] | None = None) -> list[list[Group]]:
@@ -86,7 +86,7 @@ class TailBatching(StepSchedule):
         current, is_long = self.launch(step).groups, self.is_long_round
         used = current if used is None else used
         names = {group.name for group in current}
-        drawn = Counter(g.prompt.uid for g in used if not (is_long and g.name in names))
+        drawn = Counter(g.prompt.prompt_id for g in used if not (is_long and g.name in names))
         waiting = self.deferred[len(current) :] if is_long else self.deferred
         num_drawn = self._num_drawn + (0 if is_long else len(current))
         backlog = len(waiting) + (0 if is_long else len(current) - self.num_prompts)
@@ -117,7 +117,7 @@ class TailBatching(StepSchedule):
                 if group.name not in trained:
                     tokens = sum(deferred[group.sample(n)] for n in range(self.num_generations))
                     self._queue.append(Deferred(group, self._round, tokens))
-        self._visits.update(group.prompt.uid for group in drawn)
+        self._visits.update(group.prompt.prompt_id for group in drawn)
         if was_long or not self._queue:
             self._seen = (self._seen + self._cycle)[-NUM_CYCLES_KEPT * self.num_prompts :]
             self._cycle = []
@@ -147,8 +147,8 @@ class TailBatching(StepSchedule):
         return best_num_launched(np.array(self._seen), self.num_prompts, self.num_generations)
 
     def state_dict(self) -> dict[str, np.ndarray]:
-        """Return visits; the queue, int64 [deferred, 4]: uid, visit, round, tokens; and counts."""
-        queue = [(group.prompt.uid, group.visit, *rest) for group, *rest in self._queue]
+        """Return visits; the queue, int64 [deferred, 4] (id, round and tokens); and counts."""
+        queue = [(group.prompt.prompt_id, group.draw_index, *rest) for group, *rest in self._queue]
         counts = [self._num_drawn, self._round, *self._trained]
         return super().state_dict() | {
             "queue": np.array(queue, np.int64).reshape(-1, 4),
@@ -160,9 +160,10 @@ class TailBatching(StepSchedule):
     def load_state_dict(self, state: dict[str, np.ndarray]) -> None:
         super().load_state_dict(state)
         self._queue = [
-            Deferred(Group(self._by_uid[uid], visit), since, tokens)
-            for uid, visit, since, tokens in state["queue"].tolist()
-            if uid in self._by_uid  # not if its row is gone, which needs run.allow_changed_data
+            Deferred(Group(self._by_id[prompt_id], draw_index), since, tokens)
+            for prompt_id, draw_index, since, tokens in state["queue"].tolist()
+            if prompt_id
+            in self._by_id  # not if its row is gone, which needs run.allow_changed_data
         ]
         self._num_drawn, self._round = state["counts"][:2].tolist()
         self._trained = state["counts"][2:4].copy()

@@ -4,7 +4,12 @@ Placement, drafting and the TP tail use these estimates."""
 
 import numpy as np
 
-from bubblespec.planner.lengths import AcceptanceRates, Rows, acceptance_rates, forwards_of
+from bubblespec.planner.lengths import (
+    AcceptanceRates,
+    LengthForecast,
+    acceptance_rates,
+    forwards_of,
+)
 from bubblespec.types import Load
 
 SLOWEST = 5.0  # times the predicted seconds; a slower forward was interrupted
@@ -163,7 +168,7 @@ def _moments(observed: np.ndarray, forgetting: float) -> np.ndarray:
 
 
 def play(
-    rows: Rows,
+    rows: LengthForecast,
     cost: CostModel,
     num_slots: int,
     rates: AcceptanceRates = NO_DRAFTS,
@@ -205,7 +210,7 @@ def play(
 
 
 def rollout_seconds(
-    rows: Rows,
+    rows: LengthForecast,
     cost: CostModel,
     num_slots: int,
     rates: AcceptanceRates = NO_DRAFTS,
@@ -221,7 +226,7 @@ def rollout_seconds(
     return float((play(rows, cost, num_slots, rates, rank_of) + fed_s).max(axis=-1).mean())
 
 
-def tokens_fed(rows: Rows, rank_of: np.ndarray) -> np.ndarray:
+def tokens_fed(rows: LengthForecast, rank_of: np.ndarray) -> np.ndarray:
     """Return by rank the tokens that are fed besides decoded ones: each prompt once per rank."""
     _, ranks = np.unique(rank_of, return_inverse=True)
     _, first = np.unique((ranks, rows.group), axis=1, return_index=True)

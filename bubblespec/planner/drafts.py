@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from bubblespec.planner.costs import CostModel, play
-from bubblespec.planner.lengths import AcceptanceRates, LengthModel, Rows
+from bubblespec.planner.lengths import AcceptanceRates, LengthForecast, LengthModel
 from bubblespec.planner.prices import Prices
 from bubblespec.types import Draft, Group, SampleId
 
@@ -27,7 +27,7 @@ MAX_COUNTS = 9  # numbers of drafts of one step that are compared
 UNVERIFIED_SHARE = 0.15
 
 
-class Job(NamedTuple):
+class DraftRequest(NamedTuple):
     """A piece of idle work that a rank could do."""
 
     key: Hashable
@@ -45,14 +45,14 @@ class Job(NamedTuple):
 class DraftPlan(NamedTuple):
     """The drafts to make during a rollout."""
 
-    jobs: Iterator[Job]
+    jobs: Iterator[DraftRequest]
     """The most urgent first: co-scheduled ones, then of deferred groups, then by slack."""
     worth: float
     """Seconds that co-scheduled drafts save for each of their own; inf where nothing is known."""
 
 
 def draft_value(
-    coming: Rows,
+    coming: LengthForecast,
     cost: CostModel,
     rates: AcceptanceRates,
     prices: Prices,
@@ -153,7 +153,7 @@ def plan_drafts(
     pays, saves_s, costs_s, is_deferred, slack = np.concatenate(columns, axis=1)
     order = np.lexsort((slack, -is_deferred, -pays)).tolist()
     jobs = (
-        Job(found[i][0], float(saves_s[i]), float(costs_s[i]), bool(pays[i]), found[i][1])
+        DraftRequest(found[i][0], float(saves_s[i]), float(costs_s[i]), bool(pays[i]), found[i][1])
         for i in order
     )
     is_weighed = planning != "always" and pays.any()

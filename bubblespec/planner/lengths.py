@@ -46,7 +46,7 @@ def acceptance_rates(counts: np.ndarray) -> AcceptanceRates:
     """Compute rates from counts, drawn towards the priors where little has been measured.
 
     counts: float64 [2, 2], [tried, accepted] before the first mismatch, and [gained, given by the
-    draft] behind it; see `Survival`.
+    draft] behind it; see `AcceptanceStats`.
     """
     (tried, accepted), (gained, given) = counts + PRIOR_COUNTS
     chance = min(max(accepted / tried, 1e-6), 1.0 - 1e-9)
@@ -54,7 +54,7 @@ def acceptance_rates(counts: np.ndarray) -> AcceptanceRates:
 
 
 @dataclass(frozen=True)
-class Rows:
+class LengthForecast:
     """S rows, as numpy columns."""
 
     prompt_tokens: np.ndarray
@@ -73,9 +73,9 @@ class Rows:
     def __len__(self) -> int:
         return len(self.expected)
 
-    def take(self, chosen: np.ndarray) -> "Rows":
+    def take(self, chosen: np.ndarray) -> "LengthForecast":
         """Return some of the rows, in the order given. chosen: indices or a mask."""
-        return Rows(**{name: column[chosen] for name, column in vars(self).items()})
+        return LengthForecast(**{name: column[chosen] for name, column in vars(self).items()})
 
 
 @lru_cache
@@ -109,7 +109,7 @@ def mean_length_beyond(mean: np.ndarray, spread: np.ndarray, tokens: np.ndarray)
     return length_beyond(mean, spread, tokens, quantile[:, None]).mean(axis=0)
 
 
-def forwards_of(rows: Rows, rates: AcceptanceRates, drafted: np.ndarray) -> np.ndarray:
+def forwards_of(rows: LengthForecast, rates: AcceptanceRates, drafted: np.ndarray) -> np.ndarray:
     """Return the forwards that each row still needs in N scenarios, float64 [..., N, S].
 
     drafted: float64 [..., S], tokens of its draft in the rollout, inf for all of its response; of
@@ -129,15 +129,18 @@ class LengthModel:
 
     def __init__(self):
         self._recent = np.empty((0, 2), np.int64)  # tokens of prompt and response, latest last
-        self._of_prompt: dict[int, tuple[float, float]] = {}  # mean and spread, by uid
+        self._of_prompt: dict[int, tuple[float, float]] = {}  # mean and spread, by prompt_id
         self._line = 1.0, 0.0, 1.0  # offset, slope and spread
 
     def observe(self, samples: Samples) -> None:
         """Learn from the responses of a step."""
         lengths = samples.lengths.reshape(len(samples.groups), -1)
         for group, of_group in zip(samples.groups, lengths, strict=True):
-            self._of_prompt.pop(group.prompt.uid, None)
-            self._of_prompt[group.prompt.uid] = (float(of_group.mean()), float(of_group.std()))
+            self._of_prompt.pop(group.prompt.prompt_id, None)
+            self._of_prompt[group.prompt.prompt_id] = (
+                float(of_group.mean()),
+                float(of_group.std()),
+            )
         while len(self._of_prompt) > MAX_PROMPTS:
             del self._of_prompt[next(iter(self._of_prompt))]
         prompts = np.repeat([len(g.prompt.token_ids) for g in samples.groups], lengths.shape[1])
@@ -152,7 +155,7 @@ class LengthModel:
 
     def predict(
         self, groups: list[Group], num_generations: int, drafts: list[Draft | None]
-    ) -> Rows:
+    ) -> LengthForecast:
         """Return the rows of these groups before they begin, by group and number.
 
         drafts: by row, None for no draft."""
@@ -163,8 +166,8 @@ class LengthModel:
         for number, group in enumerate(groups):
             of_group = drafts[number * num_generations : (number + 1) * num_generations]
             siblings = [len(d.tokens) for d in of_group if d is not None and d.is_finished]
-            if group.prompt.uid in self._of_prompt:
-                means[number], spreads[number] = self._of_prompt[group.prompt.uid]
+            if group.prompt.prompt_id in self._of_prompt:
+                means[number], spreads[number] = self._of_prompt[group.prompt.prompt_id]
             elif siblings:
                 means[number] = np.mean(siblings)
                 spreads[number] = max(np.std(siblings), SIBLING_SPREAD * line_spread)
@@ -176,7 +179,7 @@ class LengthModel:
         if is_begun.any():
             known = (expected[is_begun], spread[is_begun])
             expected[is_begun] = mean_length_beyond(*known, drafted[is_begun])
-        return Rows(
+        return LengthForecast(
             prompt_tokens=np.repeat(prompt_tokens, num_generations),
             group=np.repeat(np.arange(len(groups)), num_generations),
             expected=np.where(is_whole, drafted, expected),
@@ -195,8 +198,8 @@ class LengthModel:
     def state_dict(self) -> dict[str, np.ndarray]:
         """Return recent lengths, int64 [N, 2]; uids, int64 [P], with lengths, float64 [P, 2]."""
         of_prompt = np.array(list(self._of_prompt.values()), np.float64).reshape(-1, 2)
-        uids = np.array(list(self._of_prompt), np.int64)
-        return {"recent": self._recent, "uids": uids, "of_prompt": of_prompt}
+        prompt_ids = np.array(list(self._of_prompt), np.int64)
+        return {"recent": self._recent, "uids": prompt_ids, "of_prompt": of_prompt}
 
     def load_state_dict(self, state: dict[str, np.ndarray]) -> None:
         """Restore a saved state."""

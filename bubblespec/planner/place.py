@@ -7,15 +7,15 @@ from dataclasses import replace
 import numpy as np
 
 from bubblespec.planner.costs import CostModel
-from bubblespec.planner.lengths import TYPICAL_WINDOW, Rows
-from bubblespec.types import Launch
+from bubblespec.planner.lengths import TYPICAL_WINDOW, LengthForecast
+from bubblespec.types import StepBatch
 
 # Groups per rank from which on whole ones balance as well as rows do, and feed no prompt twice.
 MANY_GROUPS = 4
 
 
 def place(
-    rows: Rows, cost: CostModel, *, num_ranks: int, num_slots: int, keeps_groups: bool
+    rows: LengthForecast, cost: CostModel, *, num_ranks: int, num_slots: int, keeps_groups: bool
 ) -> np.ndarray:
     """Return the rank of each row, int64 [S]. No rank is without one if there are enough.
 
@@ -56,7 +56,7 @@ def place_in_turn(num_groups: int, num_generations: int, num_ranks: int) -> np.n
     return np.repeat(np.arange(num_groups) % num_ranks, num_generations)
 
 
-def up_to_cutoff(rows: Rows, launch: Launch) -> Rows:
+def up_to_cutoff(rows: LengthForecast, launch: StepBatch) -> LengthForecast:
     """Cut rows at the expected end of a rollout that does not train on all of them."""
     longest = rows.expected.reshape(len(launch.groups), -1).max(axis=1)
     limit = np.sort(longest)[launch.num_trained - 1]
@@ -64,7 +64,7 @@ def up_to_cutoff(rows: Rows, launch: Launch) -> Rows:
     return replace(rows, expected=expected, drafted=drafted)
 
 
-def admission_order(rows: Rows, own: np.ndarray, launch: Launch) -> list[int]:
+def admission_order(rows: LengthForecast, own: np.ndarray, launch: StepBatch) -> list[int]:
     """Return the order in which a rank admits its rows: longest first, so that none waits.
 
     Where the launch selects groups: first the rows of groups that are expected to be the shortest;
@@ -82,11 +82,11 @@ def admission_order(rows: Rows, own: np.ndarray, launch: Launch) -> list[int]:
     return ordered.tolist()
 
 
-def longest_first(rows: Rows) -> np.ndarray:
+def longest_first(rows: LengthForecast) -> np.ndarray:
     """Return rows by expected forwards, most first, the rows of a prompt together, int64 [S]."""
     return np.lexsort((rows.group, -expected_forwards(rows)))
 
 
-def expected_forwards(rows: Rows) -> np.ndarray:
+def expected_forwards(rows: LengthForecast) -> np.ndarray:
     """Return the forwards that each row needs if its draft holds, float64 [S]."""
     return np.maximum(rows.expected - rows.drafted, 0.0) + rows.drafted / TYPICAL_WINDOW

@@ -62,7 +62,7 @@ def counts_of(record: RolloutRecord, cost: CostModel) -> Counts:
     return Counts(1.0, float(forwards_s) + shared_s, verified, drafted, float(record.drafts_begun))
 
 
-class PriceModel:
+class RolloutCostFit:
     """Prices of this run's rollouts. The same on every rank, as its observations are exchanged."""
 
     def __init__(self):
@@ -106,6 +106,6 @@ class PriceModel:
 
 
 def suggested_prices(cost: CostModel, prompt: float, context: float) -> Prices:
-    """Return the prices that single forwards suggest. prompt, context: see `PriceModel.observe`."""
+    """Return what single forwards suggest. prompt, context: see `RolloutCostFit.observe`."""
     _, row_s, token_s, _, kv_s = cost.coefficients.tolist()
     return Prices(0.0, 1.0, token_s, row_s + token_s + kv_s * context, token_s * prompt)

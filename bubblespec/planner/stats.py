@@ -12,11 +12,11 @@ import numpy as np
 from bubblespec.distributed.ranks import Ranks
 from bubblespec.planner.chooser import DRAFTS, Chooser
 from bubblespec.planner.costs import CHAIN_ROWS, KNOTS, CostModel, rollout_seconds
-from bubblespec.planner.lengths import LengthModel, Rows
-from bubblespec.planner.prices import Counts, PriceModel, counts_of
-from bubblespec.planner.survival import Survival
+from bubblespec.planner.lengths import LengthForecast, LengthModel
+from bubblespec.planner.prices import Counts, RolloutCostFit, counts_of
+from bubblespec.planner.survival import AcceptanceStats
 from bubblespec.records import RolloutRecord, Samples
-from bubblespec.types import Launch, Row
+from bubblespec.types import Row, StepBatch
 
 # Measurements of one rank in a rollout, besides survival and lengths.
 MEASURED = np.dtype(
@@ -38,18 +38,18 @@ class RunStats:
 
     cost: CostModel = field(default_factory=CostModel)
     """Cost of this rank's forwards."""
-    survival: Survival = field(default_factory=Survival)
+    survival: AcceptanceStats = field(default_factory=AcceptanceStats)
     """How far drafts hold."""
     shared_cost: CostModel | None = None
     """Mean cost of all ranks; None before the first rollout."""
     copy_cost: CostModel | None = None
     """The same with the chains of the quantised copy; None without one."""
     chains: Callable[[float], np.ndarray] | None = None
-    """Returns by which factors the copy shortens decoding, see `ChainSource.shortening`."""
+    """Returns by which factors the copy shortens decoding, see `DraftModelSource.shortening`."""
     context: float = 0.0
     """Mean positions of a row in the latest rollout."""
     lengths: LengthModel = field(default_factory=LengthModel)
-    pricing: PriceModel = field(default_factory=PriceModel)
+    pricing: RolloutCostFit = field(default_factory=RolloutCostFit)
     """Prices of the parts of a rollout."""
     chooser: Chooser = field(default_factory=Chooser)
     """Choice of what coming rollouts do without."""
@@ -59,7 +59,7 @@ class RunStats:
     """Forwards of the slowest rank in a rollout, exponentially weighted."""
     tokens_per_step: float = 0.0
     """Response tokens of all ranks in a step, exponentially weighted."""
-    visit: int = 0
+    draw_index: int = 0
     """Visits that all prompts of a rollout so far had behind them."""
     modelled_s: float = 0.0
     """Seconds that the model predicts for the latest rollout, in turn and without drafts."""
@@ -78,7 +78,7 @@ class RunStats:
     def observe_rollout(
         self,
         record: RolloutRecord,
-        launch: Launch,
+        launch: StepBatch,
         rows: dict[int, Row],
         ranks: Ranks,
         *,
@@ -111,7 +111,7 @@ class RunStats:
         lengths[list(rows)] = [len(row.tokens) for row in rows.values()]
         fields, counted = own.view(np.float64), self.survival.measured
         parts = np.cumsum([len(fields), len(counted)])
-        gathered = ranks.gather(np.concatenate((fields, counted, lengths)))  # by rank
+        gathered = ranks.all_gather(np.concatenate((fields, counted, lengths)))  # by rank
         of_ranks, counted, lengths = np.split(gathered, parts, axis=1)
         self.survival.merge(counted.sum(axis=0), has_drafts=DRAFTS not in without)
         measured = np.ascontiguousarray(of_ranks).view(MEASURED)[:, 0]
@@ -181,7 +181,7 @@ class RunStats:
 
 
 def seconds_in_turn(
-    launch: Launch, lengths: np.ndarray, cost: CostModel, num_ranks: int, num_slots: int
+    launch: StepBatch, lengths: np.ndarray, cost: CostModel, num_ranks: int, num_slots: int
 ) -> float:
     """Return the seconds of a rollout without drafts whose groups are placed round-robin.
 
@@ -189,7 +189,7 @@ def seconds_in_turn(
     prompts = np.array([len(group.prompt.token_ids) for group in launch.groups])
     group = np.arange(len(lengths)) // launch.num_generations
     nothing = np.zeros(len(lengths))
-    rows = Rows(prompts[group], group, lengths, nothing, nothing, nothing)
+    rows = LengthForecast(prompts[group], group, lengths, nothing, nothing, nothing)
     return rollout_seconds(rows, cost, num_slots, rank_of=group % num_ranks)
 
 

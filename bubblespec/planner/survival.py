@@ -20,7 +20,7 @@ UNTRIED = 0.5  # share of MEMORY that a kind keeps in a rollout that offers it a
 MIN_PROPOSED = 20  # tokens of an age, below which its acceptance rate is unknown
 
 
-class Survival:
+class AcceptanceStats:
     """Counts of the current rollout on this rank, and decayed sums of earlier rollouts.
 
     `merge` adds up the counts of all ranks, so `rates` and `by_age` are the same on every rank.

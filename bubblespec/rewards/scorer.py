@@ -33,12 +33,12 @@ from bubblespec.rewards.functions import (
     sees_groups,
     takes_environments,
 )
-from bubblespec.types import Launch, Prompt, Row, SampleId
+from bubblespec.types import Prompt, Row, SampleId, StepBatch
 
 POLL_STOP_S = 0.2  # how often a waiting rank checks whether the run is to stop
 
 
-class Scorer:
+class RewardManager:
     """The reward functions of a run, called in workers or here (`reward.num_workers`).
 
     Evaluations have functions of their own besides; see `eval.functions`."""
@@ -75,9 +75,9 @@ class Scorer:
             self.pool = InProcess(functions.values(), ranks.clock)
         atexit.register(self.pool.close)
 
-    def begin(self, launch: Launch, step: int | None = None) -> "Scoring":
+    def begin(self, launch: StepBatch, step: int | None = None) -> "RolloutRewards":
         """step: None in an evaluation."""
-        return Scoring(self, launch, step)
+        return RolloutRewards(self, launch, step)
 
     @property
     def names(self) -> list[str]:
@@ -136,7 +136,7 @@ class Scorer:
                 if isinstance(answer.reward, RewardFailure):
                     local[3 + number] += 1
                     examples[number] = f"; {answer.reward.message}"
-        self._totals += self.ranks.gather(local).sum(axis=0)
+        self._totals += self.ranks.all_gather(local).sum(axis=0)
         num_rows = int(self._totals[2])
         names, broken = self.names_of(None), list[str]()
         for path, num_failed, example in zip(names, self._totals[3:], examples, strict=True):
@@ -158,16 +158,16 @@ class Scorer:
         self.pool.close()
 
 
-class Scoring:
+class RolloutRewards:
     """The scores of one rollout's rows on one rank.
 
     `take_scored` hands them out row by row as they come. `collect` returns those of all rows at the
     end, the same whatever was handed out before."""
 
-    def __init__(self, scorer: Scorer, launch: Launch, step: int | None):
+    def __init__(self, scorer: RewardManager, launch: StepBatch, step: int | None):
         self.scorer, self.step, self._num_generations = scorer, step, launch.num_generations
         self._names = scorer.names_of(step)
-        self._prompts = {group.prompt.uid: group.prompt for group in launch.groups}
+        self._prompts = {group.prompt.prompt_id: group.prompt for group in launch.groups}
         # Of each finished row: the call of each score, by its name, and the row's index in it.
         # A function that sees groups is called once all rows of a group have finished.
         self._calls: dict[SampleId, dict[str, tuple[Future, int]]] = {}
@@ -201,7 +201,7 @@ class Scoring:
                 self._ending.append(row)
 
     def _begin(self, row: Row, tokens: np.ndarray, environment: dict) -> None:
-        ids, prompt = tokens.tolist(), self._prompts[row.id.uid]
+        ids, prompt = tokens.tolist(), self._prompts[row.id.prompt_id]
         (text,) = self.scorer.tokenizer.batch_decode([ids], skip_special_tokens=True)
         more = {"progress": self.scorer.progress, **environment}
         sample = Sample(prompt.text, text, ids, prompt.columns, **more)
@@ -304,7 +304,7 @@ class Scoring:
             count = num_alike.pop((path, failure.kind), None)
             if count is None:
                 continue
-            where = f"({failure.kind}, {when}, prompt {row.id.uid}, sample {row.id.sample})"
+            where = f"({failure.kind}, {when}, prompt {row.id.prompt_id}, sample {row.id.sample})"
             warning = f"reward {path}: {failure.message} {where}"
             if self.scorer.config.reward_on_error is None:
                 # the user's own code: one line is not enough to find the mistake
@@ -396,7 +396,7 @@ def check_prompts(
             for path, function in eval_functions.items():
                 check_arguments(path, function, *given)
         if not has_reward:  # of environments, which may score any row
-            ranks.agree(partial(check_references, functions, prompts, source))
+            ranks.run_on_rank0(partial(check_references, functions, prompts, source))
     num_prompts = config.rollout.num_prompts_per_step
     train_prompts.batch(config.run.seed, 0, num_prompts)  # raises where there are too few
     if num_prompts < ranks.world_size:
@@ -405,7 +405,10 @@ def check_prompts(
 
 
 def begin_trial(
-    scorer: Scorer, functions: dict[str, RewardFunction], prompt: Prompt, num_generations: int
+    scorer: RewardManager,
+    functions: dict[str, RewardFunction],
+    prompt: Prompt,
+    num_generations: int,
 ) -> dict[str, Future]:
     """Submit a call of each function on responses to a prompt, but for those of environments."""
     ids = scorer.tokenizer(RESPONSE, add_special_tokens=False)["input_ids"]
@@ -417,7 +420,7 @@ def begin_trial(
     return trial
 
 
-def end_trial(scorer: Scorer, trial: dict[str, Future]) -> None:
+def end_trial(scorer: RewardManager, trial: dict[str, Future]) -> None:
     """Wait for the calls.
 
     Raises InputError for a function that does not return one value per sample. Other failures are

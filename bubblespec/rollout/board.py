@@ -205,7 +205,7 @@ def make_transport(ranks: Ranks, timeout_s: float, backend: str = "auto") -> Tra
     return Collectives(ranks, timeout_s, backend)
 
 
-class ProgressBoard:
+class ProgressSync:
     """Ticks of one job, rollout after rollout. Made by all ranks together.
 
     num_ticks: ticks of this rollout that this rank has read; last_states: the states in the latest

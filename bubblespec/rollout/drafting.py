@@ -18,7 +18,7 @@ from bubblespec.draft.proposer import Proposer
 from bubblespec.draft.store import TextStore, exchange
 from bubblespec.planner.chooser import DRAFTS
 from bubblespec.planner.costs import CostModel
-from bubblespec.planner.drafts import Job, choose_lookahead, plan_drafts
+from bubblespec.planner.drafts import DraftRequest, choose_lookahead, plan_drafts
 from bubblespec.rollout.plan import LEAST_S, Mechanism, RankView, RolloutPlan
 from bubblespec.rollout.sampler import Sampler
 from bubblespec.types import Draft, Row, SampleId
@@ -39,7 +39,7 @@ class DraftAhead:
 
     def __init__(
         self,
-        plans: Iterable[Job],
+        plans: Iterable[DraftRequest],
         store: TextStore,
         proposer: Proposer,
         cost: CostModel,
@@ -56,9 +56,12 @@ class DraftAhead:
         self.store, self.proposer, self.cost = store, proposer, cost
         self.version, self.max_new_tokens = version, max_new_tokens
         self.max_slowdown, self.worth_s = max_slowdown, min(worth_s, MAX_WORTH_S)
-        self._plans, self._open = iter(plans), deque[Job]()  # unassigned; those in `_open` first
-        self._given: deque[Job] = deque()  # assigned to this rank, not yet in its engine
-        self._accepted: list[Job] = []  # all that were assigned to this rank
+        self._plans, self._open = (
+            iter(plans),
+            deque[DraftRequest](),
+        )  # unassigned; those in `_open` first
+        self._given: deque[DraftRequest] = deque()  # assigned to this rank, not yet in its engine
+        self._accepted: list[DraftRequest] = []  # all that were assigned to this rank
         self._rows: set[Row] = set()  # unfinished drafts
         self.drafts: dict[SampleId, Draft] = {}  # made or continued by this rank
 
@@ -74,7 +77,7 @@ class DraftAhead:
             jobs = self.jobs(1)
         return jobs[0].saves_s / max(jobs[0].costs_s, LEAST_S) if jobs else 0.0
 
-    def jobs(self, count: int | None = None) -> list[Job]:
+    def jobs(self, count: int | None = None) -> list[DraftRequest]:
         """Return the first `count` unassigned drafts, or all, co-scheduled ones before others.
 
         The same on every rank."""
@@ -98,7 +101,7 @@ class DraftAhead:
                 self.accept(job, rank)
         return any(given)
 
-    def accept(self, job: Job, rank: int) -> None:
+    def accept(self, job: DraftRequest, rank: int) -> None:
         """Queue the job on its rank. Called on all ranks."""
         self._open.remove(job)
         if rank == self.view.rank:
@@ -127,7 +130,7 @@ class DraftAhead:
             for _ in range(min(self._num_free(), len(self._given))):
                 self._start(self._given.popleft())
 
-    def _start(self, job: Job) -> None:
+    def _start(self, job: DraftRequest) -> None:
         assert isinstance(job.key, SampleId)
         view, begin, draft = self.view, self.view.begin, self.store.get(job.key)
         row = Row(job.key, job.prompt, self.max_new_tokens, number=view.num_rows)
@@ -262,7 +265,7 @@ class Drafting(Mechanism):
             deferred={group.name for group in schedule.deferred},
         )
         prices = stats.pricing.prices
-        plan.ahead = DraftAhead(
+        plan.idle_drafts = DraftAhead(
             drafts.jobs,
             store,
             self.proposer,
@@ -275,8 +278,8 @@ class Drafting(Mechanism):
 
 
 def assign(
-    jobs: Iterable[Job], capacities: Sequence[float], has_rows: list[bool]
-) -> list[list[Job]]:
+    jobs: Iterable[DraftRequest], capacities: Sequence[float], has_rows: list[bool]
+) -> list[list[DraftRequest]]:
     """Return the jobs that a tick assigns to each rank, by rank.
 
     Round-robin, ranks that wait first: the others would wait for a rank that got all jobs. A rank
@@ -285,7 +288,7 @@ def assign(
 
     jobs: most urgent first, co-scheduled ones before others; capacities, has_rows: by rank."""
     left, rooms = list(jobs), list(capacities)
-    given: list[list[Job]] = [[] for _ in rooms]
+    given: list[list[DraftRequest]] = [[] for _ in rooms]
     in_turn = sorted(range(len(rooms)), key=lambda rank: has_rows[rank])
     while in_turn:
         for rank in list(in_turn):

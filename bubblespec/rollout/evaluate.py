@@ -15,7 +15,7 @@ from bubblespec.metrics import over_ranks
 from bubblespec.records import RolloutRecord, Samples, combine, has_rewards
 from bubblespec.rollout.sampler import Sampler, vocab_size_of
 from bubblespec.telemetry.report import evaluation_metrics, function_metrics, short_names
-from bubblespec.types import Draft, Group, Launch, Prompt
+from bubblespec.types import Draft, Group, Prompt, StepBatch
 
 
 class Evaluation(NamedTuple):
@@ -98,7 +98,7 @@ class Evaluator:
         """Generate and score samples of held-out prompts; no choice is made by them.
 
         version: updates of the weights. Raises StopRequested."""
-        sampler, launch = self.sampler, Launch(groups, len(groups), num_generations)
+        sampler, launch = self.sampler, StepBatch(groups, len(groups), num_generations)
         plan = sampler.prepare(launch, None, self.store, sampler.stats.chooser.off(version))
         plan.used, plan.params, plan.version = groups, params, version
         if len(self.store) or self.has_chains:

@@ -11,8 +11,8 @@ import numpy as np
 from bubblespec.distributed.ranks import Ranks
 from bubblespec.engine.engine import Engine
 from bubblespec.records import ForwardRecord, IdleUse, RolloutRecord, Span
-from bubblespec.rollout.board import ProgressBoard, RankState
-from bubblespec.rollout.plan import LocalWork, RankView, RolloutPlan
+from bubblespec.rollout.board import ProgressSync, RankState
+from bubblespec.rollout.plan import IdleTask, RankView, RolloutPlan
 from bubblespec.rollout.table import Cutoff
 from bubblespec.types import Load, Row
 
@@ -20,13 +20,11 @@ from bubblespec.types import Load, Row
 class RolloutLoop:
     """One rollout on one rank, to be `run` once."""
 
-    def __init__(
-        self, engine: Engine, ranks: Ranks, board: ProgressBoard | None, plan: RolloutPlan
-    ):
+    def __init__(self, engine: Engine, ranks: Ranks, board: ProgressSync | None, plan: RolloutPlan):
         """board: needed for idle work, a take-over, or a launch that selects groups."""
         self.engine, self.ranks, self.board, self.plan = engine, ranks, board, plan
         self.table, self.proposer, self.feed = plan.table, plan.proposer, plan.feed
-        self.ahead, self.works = plan.ahead, plan.works
+        self.idle_drafts, self.works = plan.idle_drafts, plan.works
         self.clock, self.selects = ranks.clock, plan.launch.selects
         self.record = RolloutRecord()
         self.unfinished = dict(plan.rows)
@@ -64,8 +62,8 @@ class RolloutLoop:
                 self._wait_for_feed()
             elif not goes_on and self.board is not None:
                 self._wait()
-        if self.ahead is not None:
-            self.ahead.end()
+        if self.idle_drafts is not None:
+            self.idle_drafts.end()
         self.feed.close()
         self._catch_up()
         if self.proposer is not None:
@@ -98,9 +96,11 @@ class RolloutLoop:
             self.last_s = self.clock.perf_counter()
             return
         has_assigned = False
-        if self.ahead is not None:
+        if self.idle_drafts is not None:
             capacities = [int(state.facts[0]) for state in states]
-            has_assigned = self.ahead.assign(capacities, [not state.is_done for state in states])
+            has_assigned = self.idle_drafts.assign(
+                capacities, [not state.is_done for state in states]
+            )
         # Ticks stay frequent while drafts are assigned, or a cutoff or take-over waits for lengths.
         # The end of the rollout does not need that: a rank that is done posts at once.
         is_near = self.plan.take_over is not None and self.plan.take_over.is_near(self.table)
@@ -152,27 +152,29 @@ class RolloutLoop:
 
     def _use_idle_time(self) -> bool:
         """Begin drafts, or do a slice of work; return whether another slice is due."""
-        if self.ahead is not None:
-            self.ahead.fill()
+        if self.idle_drafts is not None:
+            self.idle_drafts.fill()
         if (work := self._best_work()) is None:
             return False
         work.run_slice()
         self.last_s = max(self.last_s, self.record.slices[-1].end_s)
         return self._best_work() is not None
 
-    def _best_work(self) -> LocalWork | None:
+    def _best_work(self) -> IdleTask | None:
         """Return the work that saves most per second now; None where drafts save more, or nothing.
 
         On a rank whose own rows all wait, drafts take no time from it."""
         work = max(self.works, key=lambda work: work.rate, default=None)
-        drafts = 0.0 if self.ahead is None or self.unfinished else self.ahead.rate
+        drafts = 0.0 if self.idle_drafts is None or self.unfinished else self.idle_drafts.rate
         return work if work is not None and work.rate > drafts else None
 
     def _state(self) -> RankState:
         """Return this rank's state for the next tick."""
         self._note_active()
-        takes_drafts = self.ahead is not None and (self.unfinished or self._best_work() is None)
-        capacity = self.ahead.capacity() if takes_drafts else 0
+        takes_drafts = self.idle_drafts is not None and (
+            self.unfinished or self._best_work() is None
+        )
+        capacity = self.idle_drafts.capacity() if takes_drafts else 0
         facts = np.append(float(capacity), self.table.local_state())
         return RankState(len(self.unfinished), self.ranks.must_stop, facts)
 
@@ -238,8 +240,8 @@ class RolloutLoop:
         unfinished = self.unfinished
         for row in finished:
             if row.number not in unfinished:
-                if self.ahead is not None:
-                    self.ahead.on_finished(row)
+                if self.idle_drafts is not None:
+                    self.idle_drafts.on_finished(row)
                 continue
             self._note_end(row)
             if not self.selects:

@@ -14,8 +14,8 @@ from bubblespec.memory import host_token_budget
 from bubblespec.planner.chooser import DRAFTS, Chooser
 from bubblespec.planner.costs import CostModel
 from bubblespec.planner.stats import RunStats
-from bubblespec.planner.survival import Survival
-from bubblespec.rollout.board import ProgressBoard
+from bubblespec.planner.survival import AcceptanceStats
+from bubblespec.rollout.board import ProgressSync
 from bubblespec.rollout.drafting import Drafting
 from bubblespec.rollout.profile import profile
 from bubblespec.rollout.sampler import Sampler, vocab_size_of
@@ -33,7 +33,7 @@ def make_sampler(
     *,
     reward_weights: list[float],
     drafts_ahead: bool = True,
-    board: ProgressBoard | None = None,
+    board: ProgressSync | None = None,
     cost: CostModel | None = None,
 ) -> Sampler:
     """Create the sampler of a run, on all ranks together.
@@ -50,7 +50,7 @@ def make_sampler(
             profile(engine, params, cost, clock=ranks.clock, show=show)
     together = config.rows_together(ranks.world_size)
     if board is None and (config.has_drafts or together != 0 or config.trains_in_rollouts):
-        board = ProgressBoard(ranks, config.run.timeout_s, config.rollout.progress_backend)
+        board = ProgressSync(ranks, config.run.timeout_s, config.rollout.progress_backend)
     history = TextStore(max_history_tokens, keeps_latest=True)
     proposer = None
     if config.has_drafts:
@@ -66,7 +66,7 @@ def make_sampler(
     # Without drafts the choice is about a take-over by cost.
     may_choose = (bool(sources) or together == "auto") and not schedule.defers
     parts = [DRAFTS] if may_choose and config.speculative.planning == "by_cost" else []
-    survival = Survival() if proposer is None else proposer.survival
+    survival = AcceptanceStats() if proposer is None else proposer.survival
     stats = RunStats(cost, survival, chooser=Chooser(parts))
     store = TextStore(max_draft_tokens)
     sampler = Sampler(

@@ -17,8 +17,8 @@ from bubblespec.engine.batch import SamplingParams
 from bubblespec.engine.engine import Engine
 from bubblespec.planner.costs import CostModel
 from bubblespec.records import RolloutRecord, Span, StepRecord
-from bubblespec.rollout.table import RowTable
-from bubblespec.types import Draft, Group, Launch, Row, SampleId
+from bubblespec.rollout.table import RolloutProgress
+from bubblespec.types import Draft, Group, Row, SampleId, StepBatch
 
 SLICE_S = 0.05  # seconds of uninterrupted work; the smallest piece may take longer
 LEAST_S = 1e-9
@@ -43,7 +43,7 @@ class RankView:
     """The feed's own way to begin a row of a coming step; None: the row goes into the engine."""
 
 
-class LocalWork:
+class IdleTask:
     """Work that each rank does for itself in a rollout, in slices, when it has nothing else to do.
 
     Between its methods the loop runs forwards and ticks."""
@@ -88,7 +88,7 @@ class LocalWork:
         use.seconds += span.end_s - span.begin_s
 
 
-class RowFeed:
+class EpisodeDriver:
     """Feeds the rows of one rollout on one rank.
 
     By default all rows go into the engine at once, and are complete when they leave it.
@@ -122,7 +122,7 @@ class RowFeed:
 class RolloutPlan:
     """One rollout on one rank."""
 
-    table: RowTable
+    table: RolloutProgress
     rows: dict[int, Row]
     """Rows of this rank by number, in admission order."""
     params: SamplingParams
@@ -144,29 +144,29 @@ class RolloutPlan:
     """Source of draft tokens, a `Proposer` (draft/proposer.py), which the loop need not load; None
     without drafts."""
     scoring: Any = None
-    """Scores of the responses, a `Scoring` (rewards/scorer.py); None where they are not scored."""
+    """Scores of the responses, `RolloutRewards` (rewards/scorer.py); None without any."""
     cost: CostModel | None = None
     """Learns from every forward."""
-    feed: RowFeed = field(default_factory=RowFeed)
+    feed: EpisodeDriver = field(default_factory=EpisodeDriver)
     take_over: Any = None
     """What finishes the unfinished rows of all ranks in place of the loop, on all ranks or on none.
     `is_near(table)`: whether that may be due soon, so that ticks have to stay frequent;
     `is_due(table, states)`: whether it is at this tick, by shared data alone; `run(loop)` generates
     the rows to their end: own ones leave the loop's engine, and `loop.finish` gets each."""
-    ahead: Any = None
+    idle_drafts: Any = None
     """Drafting for coming steps, a `DraftAhead` (rollout/drafting.py); on all ranks or on none."""
-    works: list[LocalWork] = field(default_factory=list)
+    works: list[IdleTask] = field(default_factory=list)
     """Other uses of idle time, the same on all ranks."""
 
     @property
-    def launch(self) -> Launch:
+    def launch(self) -> StepBatch:
         """What all ranks generate."""
         return self.table.launch
 
     @property
     def idle_uses(self) -> list:
         """All uses of idle time."""
-        return [self.ahead, *self.works] if self.ahead is not None else self.works
+        return [self.idle_drafts, *self.works] if self.idle_drafts is not None else self.works
 
 
 class Mechanism:

@@ -24,7 +24,7 @@ class _MeaninglessDrafts:
     def __init__(self, length: int):
         self.length = length
 
-    def propose(self, rows, lengths, room, budget, ahead):
+    def propose(self, rows, lengths, room, budget, in_flight):
         counts = np.full(len(rows), self.length)
         return np.ones(int(counts.sum()), np.int64), counts
 

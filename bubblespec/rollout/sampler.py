@@ -41,11 +41,11 @@ from bubblespec.records import (
     has_zero_std,
     overlong_penalty,
 )
-from bubblespec.rollout.board import ProgressBoard
+from bubblespec.rollout.board import ProgressSync
 from bubblespec.rollout.loop import RolloutLoop
 from bubblespec.rollout.plan import Mechanism, RolloutPlan
-from bubblespec.rollout.table import RowTable, gather_rows
-from bubblespec.types import Draft, Group, Launch, Row
+from bubblespec.rollout.table import RolloutProgress, gather_rows
+from bubblespec.types import Draft, Group, Row, StepBatch
 
 
 class Rollout(NamedTuple):
@@ -70,7 +70,7 @@ class Sampler:
     params: SamplingParams
     schedule: StepSchedule
     scorer: Any
-    """A `Scorer` (rewards/scorer.py), or one in virtual time."""
+    """A `RewardManager` (rewards/scorer.py), or one in virtual time."""
     reward_weights: list[float]
     """Weights of the reward functions, in their order."""
     stats: RunStats
@@ -80,7 +80,7 @@ class Sampler:
     """Responses of earlier epochs."""
     proposer: Proposer | None = None
     """Source of draft tokens; None without draft sources and tail batching."""
-    board: ProgressBoard | None = None
+    board: ProgressSync | None = None
     """None where no rollout needs ticks."""
     mechanisms: list[Mechanism] = field(default_factory=list)
     """Mechanisms of the run, in the order in which they amend the plan of each rollout."""
@@ -100,7 +100,7 @@ class Sampler:
                 if not groups:
                     break
                 used = used + groups
-                launch = Launch(groups, len(groups), rollout.num_generations)
+                launch = StepBatch(groups, len(groups), rollout.num_generations)
                 record = join(record, self._sample_groups(launch, step, used))
         if max_batches > 1 or not has_rewards(record.all_rewards).all():
             record = select_trained(record)
@@ -108,7 +108,7 @@ class Sampler:
         self.schedule.finish(record.generated, record.deferred)
         return record
 
-    def _sample_groups(self, launch: Launch, step: int, used: list[Group]) -> StepRecord:
+    def _sample_groups(self, launch: StepBatch, step: int, used: list[Group]) -> StepRecord:
         """Generate and score the groups of one rollout. used: see `RolloutPlan`."""
         plan = self.plan(launch, step, used)
         self.ranks.activity = f"rollout of step {step + 1}"
@@ -133,15 +133,15 @@ class Sampler:
             deferred={launch.ids[i]: int(table.generated[i]) for i in table.deferred().tolist()},
         )
 
-    def plan(self, launch: Launch, step: int, used: list[Group]) -> RolloutPlan:
+    def plan(self, launch: StepBatch, step: int, used: list[Group]) -> RolloutPlan:
         """Return the plan of a rollout of a step, which mechanisms have not amended yet.
 
         used: see `RolloutPlan`."""
         stats = self.stats
-        visit = min((group.visit for group in launch.groups), default=0)
-        if visit > stats.visit == 0 and self.matches_texts and stats.chooser.off(step):
+        draw_index = min((group.draw_index for group in launch.groups), default=0)
+        if draw_index > stats.draw_index == 0 and self.matches_texts and stats.chooser.off(step):
             stats.chooser.forget()  # responses of the earlier visits are new matches
-        stats.visit = max(stats.visit, visit)
+        stats.draw_index = max(stats.draw_index, draw_index)
         without = stats.chooser.off(step)
         plan = self.prepare(launch, step, self.store, without)
         plan.used, plan.proposer, plan.version = used, self.proposer, step
@@ -154,7 +154,7 @@ class Sampler:
         return plan
 
     def prepare(
-        self, launch: Launch, step: int | None, store: TextStore, without: frozenset[str]
+        self, launch: StepBatch, step: int | None, store: TextStore, without: frozenset[str]
     ) -> RolloutPlan:
         """Return a plan with the row table, this rank's rows in admission order, and the scoring.
 
@@ -179,7 +179,7 @@ class Sampler:
                     num_slots=self.engine.num_slots,
                     keeps_groups=is_whole or self.scorer.sees_groups(step),
                 )
-        table = RowTable(launch, rank_of, ranks.rank, expected)
+        table = RolloutProgress(launch, rank_of, ranks.rank, expected)
         rows = table.make_rows(self.config.rollout.max_completion_length)
         for index, row in rows.items():
             row.draft = found[index]
@@ -340,7 +340,7 @@ def vocab_size_of(engine: Engine) -> int | None:
 
 
 def gather_samples(
-    own: dict[int, Row], rewards: np.ndarray, table: RowTable, ranks: Ranks
+    own: dict[int, Row], rewards: np.ndarray, table: RolloutProgress, ranks: Ranks
 ) -> Samples:
     """Return all samples that are trained on, on every rank, after the rollout.
 

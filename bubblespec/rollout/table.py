@@ -16,8 +16,8 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from bubblespec.distributed.ranks import Ranks
-from bubblespec.planner.lengths import Rows
-from bubblespec.types import Launch, Row
+from bubblespec.planner.lengths import LengthForecast
+from bubblespec.types import Row, StepBatch
 
 NO_LIMIT = 1 << 62
 FINISHES = (None, "stop", "length")
@@ -34,10 +34,12 @@ class Cutoff(NamedTuple):
     """Length of unfinished rows from which on a group is out; NO_LIMIT with too few groups done."""
 
 
-class RowTable:
+class RolloutProgress:
     """The rows of one rollout, from one rank's view."""
 
-    def __init__(self, launch: Launch, rank_of: np.ndarray, rank: int, rows: Rows | None = None):
+    def __init__(
+        self, launch: StepBatch, rank_of: np.ndarray, rank: int, rows: LengthForecast | None = None
+    ):
         """rank_of: int64 [S], the rank of each sample; rows: predicted lengths, where known."""
         self.launch, self.rank_of, self.rank, self.rows = launch, rank_of, rank, rows
         self.generated = np.zeros(len(rank_of), np.int64)
@@ -75,7 +77,7 @@ class RowTable:
         newest = np.maximum(known, 2 * self.generated + self.is_finished)
         self.generated, self.is_finished = newest >> 1, (newest & 1).astype(bool)
 
-    def unfinished(self) -> tuple[np.ndarray, Rows]:
+    def unfinished(self) -> tuple[np.ndarray, LengthForecast]:
         """Return the indices of rows unfinished at the last tick, int64 [N], and their predictions.
 
         Only where lengths were predicted."""
@@ -120,7 +122,7 @@ class RowTable:
         return np.setdiff1d(np.arange(len(self.rank_of)), self.trained())
 
 
-def gather_rows(own: dict[int, Row], table: RowTable, ranks: Ranks) -> dict[int, Row]:
+def gather_rows(own: dict[int, Row], table: RolloutProgress, ranks: Ranks) -> dict[int, Row]:
     """Return the rows of all ranks by index: this rank's own objects, and copies of the others.
 
     The ranks exchange a header, the tokens and their log-probabilities of each row. All of these

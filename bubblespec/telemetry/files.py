@@ -22,7 +22,7 @@ from bubblespec.errors import InputError, escape, is_interrupt, log, one_line
 from bubblespec.folders import keep_aside
 from bubblespec.metrics import CHARTS, OWN_GROUPS
 from bubblespec.records import Samples, StepRecord
-from bubblespec.types import SampleId, is_sampled
+from bubblespec.types import completion_mask
 
 NUM_SAMPLES = 4  # prompts of a step, one response each
 PACKAGES = ("wandb", "trackio")  # of run.log_to; they have the same functions
@@ -37,6 +37,10 @@ def must_write(option: str, path: str) -> Iterator[None]:
         yield
     except OSError as error:
         raise InputError(f"{option}: cannot write to {path}: {error.strerror}") from error
+
+
+# Names of a `SampleId` in files, which keep them.
+ID_KEYS = ("uid", "visit", "sample")
 
 
 class JsonLines:
@@ -142,7 +146,7 @@ class StepFiles:
 
 def completion_of(samples: Samples, index: int, tokenizer: PreTrainedTokenizerBase) -> str:
     """Return a sample's text, with an environment's tokens between ⟦ and ⟧."""
-    tokens, sampled = samples.tokens[index], is_sampled(samples.logprob[index])
+    tokens, sampled = samples.tokens[index], completion_mask(samples.logprob[index])
     turns = np.split(np.arange(len(tokens)), np.flatnonzero(np.diff(sampled)) + 1)
     texts = [str(tokenizer.decode(tokens[turn].tolist())) for turn in turns]
     marked = zip(texts, turns, strict=True)
@@ -156,7 +160,7 @@ def describe(
     samples, prompt = record.samples, record.samples.prompt_of(index)
     return {
         "step": record.step + 1,
-        **samples.ids[index]._asdict(),
+        **dict(zip(ID_KEYS, samples.ids[index], strict=True)),
         "prompt": prompt.text,
         "completion": completion_of(samples, index, tokenizer),
         "num_tokens": len(samples.tokens[index]),
@@ -174,7 +178,7 @@ def token_columns(record: StepRecord) -> dict[str, Any]:
     prompts = [samples.prompt_of(i).token_ids for i in range(len(samples))]
     return {
         "step": [record.step + 1] * len(samples),
-        **{field: [getattr(name, field) for name in ids] for field in SampleId._fields},
+        **{key: [name[i] for name in ids] for i, key in enumerate(ID_KEYS)},
         "prompt_tokens": [np.array(tokens, np.int32) for tokens in prompts],
         "tokens": [tokens.astype(np.int32) for tokens in samples.tokens],
     }

@@ -82,7 +82,7 @@ class RunReporter:
         Raises InputError if the package of run.log_to does not begin a run."""
         config, ranks, prompts = self.config, self.ranks, self.schedule.prompts
         if config.run.log_to in PACKAGES:
-            ranks.agree(self._begin_logging)
+            ranks.run_on_rank0(self._begin_logging)
         if ranks.is_main:
             self.logger = MetricsLogger(config.run.output_dir, num_updates, self.log_to)
             if config.run.save_rollouts:

@@ -65,7 +65,7 @@ def clock_offsets(ranks: Ranks) -> np.ndarray:
     for _ in range(NUM_BARRIERS):
         ranks.barrier()
         times.append(time.perf_counter())
-    by_rank = ranks.gather(np.array(times))
+    by_rank = ranks.all_gather(np.array(times))
     # on a busy machine a rank leaves some barriers late
     return np.median(by_rank - by_rank[0], axis=1)
 
@@ -76,7 +76,7 @@ def gather_lanes(ranks: Ranks, spans: list[Span], stages: list[Span]) -> list[np
     The columns are the index in KINDS, begin and end in seconds since the first rank began the
     step. Called by all ranks together; see `step_spans` for the arguments."""
     offsets = clock_offsets(ranks)
-    zero = offsets[ranks.rank] + (ranks.gather(np.array(stages[0][1])) - offsets).min()
+    zero = offsets[ranks.rank] + (ranks.all_gather(np.array(stages[0][1])) - offsets).min()
     whole = step_spans(spans, stages)
     numbers = np.array([(KINDS.index(kind), *(np.array(at) - zero)) for kind, *at in whole])
     return [lane.reshape(-1, 3) for lane in ranks.gather_ragged(numbers.ravel())]

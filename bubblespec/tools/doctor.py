@@ -36,7 +36,7 @@ from bubblespec.setup import agree, build, warn_of
 from bubblespec.telemetry.trace import describe_hardware
 from bubblespec.tools import make_parser, parse
 from bubblespec.trainer import Trainer
-from bubblespec.types import Launch, is_sampled
+from bubblespec.types import StepBatch, completion_mask
 
 TIMEOUT_S = 300.0  # that a rank waits for another, at most: run.timeout_s may be hours
 MIN_PROMPTS, MAX_TOKENS = 2, 64  # of the rollout
@@ -104,12 +104,12 @@ def try_step(trainer: Trainer) -> str:
     rollout, seed, began_s = trainer.config.rollout, trainer.config.run.seed, time.perf_counter()
     longest = rollout.max_completion_length = min(rollout.max_completion_length, MAX_TOKENS)
     groups = sampler.schedule.launch(0).groups[: max(MIN_PROMPTS, ranks.world_size)]
-    plan = sampler.plan(Launch(groups, len(groups), rollout.num_generations), 0, groups)
+    plan = sampler.plan(StepBatch(groups, len(groups), rollout.num_generations), 0, groups)
     result = sampler.rollout(plan)
     samples, generated_s = result.samples, time.perf_counter()
     assert samples is not None
     # Without those that an environment has continued.
-    rows = [r for r in plan.rows.values() if not r.has_turns or is_sampled(r.logprob).all()]
+    rows = [r for r in plan.rows.values() if not r.has_turns or completion_mask(r.logprob).all()]
     if problem := agree(partial(rows_problem, learner.model, rows, sampler.params, seed), ranks):
         raise RunFailed(problem)
     compared_s = time.perf_counter()

@@ -66,7 +66,7 @@ def make_rows(prompts, num_generations: int, max_new_tokens: int = 30) -> list[R
 
 
 def as_dict(rows: list[Row]) -> dict:
-    return {(row.id.uid, row.id.sample): (row.tokens.tolist(), row.finish) for row in rows}
+    return {(row.id.prompt_id, row.id.sample): (row.tokens.tolist(), row.finish) for row in rows}
 
 
 class Drafts:
@@ -75,7 +75,7 @@ class Drafts:
     def __init__(self, draft: Callable[[Row, int], list | np.ndarray | None]):
         self.draft, self.num_draft, self.num_accepted, self.num_gained = draft, 0, 0, 0
 
-    def propose(self, rows, lengths, room, budget, ahead):
+    def propose(self, rows, lengths, room, budget, in_flight):
         return packed([self.draft(*of) for of in zip(rows, lengths.tolist(), strict=True)])
 
     def observe(self, rows, tokens, num_gained, num_draft, num_accepted):
@@ -93,12 +93,12 @@ class Drafter(Drafts):
         super().__init__(self.continuation)
         self.wanted, self.corrupted, self.rng = wanted, corrupted, np.random.default_rng(3)
 
-    def propose(self, rows, lengths, room, budget, ahead):
-        self.ahead = dict(zip(rows, ahead.tolist(), strict=True))
-        return super().propose(rows, lengths, room, budget, ahead)
+    def propose(self, rows, lengths, room, budget, in_flight):
+        self.ahead = dict(zip(rows, in_flight.tolist(), strict=True))
+        return super().propose(rows, lengths, room, budget, in_flight)
 
     def continuation(self, row: Row, length: int) -> np.ndarray | None:
-        truth = np.array(self.wanted[row.id.uid, row.id.sample][0])[length:]
+        truth = np.array(self.wanted[row.id.prompt_id, row.id.sample][0])[length:]
         draft = np.concatenate((truth, self.rng.integers(1, VOCAB, 3)))
         draft = draft[: self.rng.integers(0, 9) + self.ahead[row]]
         wrong = self.rng.random(len(draft)) < self.corrupted

@@ -8,10 +8,10 @@ from bubblespec import setup
 from bubblespec.engine.arrays import ragged
 from bubblespec.engine.batch import (
     Batch,
-    Drawn,
     Plan,
+    RowPosition,
+    SamplerOutput,
     SamplingParams,
-    Standing,
     Texts,
     draft_of,
     is_stop,
@@ -29,7 +29,7 @@ class LateRunner(ModelRunner):
 
     `depths` decides, forward by forward, how many are in flight."""
 
-    keeps_rows = True
+    supports_overlap = True
     depths: Callable[[], int] = staticmethod(lambda: 1)
 
     def __init__(self, *arguments, **options):
@@ -50,7 +50,7 @@ class LateRunner(ModelRunner):
 
     def launch_ahead(
         self, plan: Plan, texts: Texts, params: SamplingParams, batch: Batch | None
-    ) -> Callable[[], Drawn]:
+    ) -> Callable[[], SamplerOutput]:
         row, offset = ragged(texts.length)
         self.tokens[texts.slots[row], offset] = texts.tokens
         for of in ("length", "prompt_length", "total"):
@@ -60,7 +60,7 @@ class LateRunner(ModelRunner):
         sampled = plan.num_sampled
         is_open = ~self.has_ended[plan.slots]
         standing = self.length[plan.slots], self.total[plan.slots], is_open
-        num_draft, draft = draft_of(plan, Standing(self.tokens, plan.slots, *standing))
+        num_draft, draft = draft_of(plan, RowPosition(self.tokens, plan.slots, *standing))
         self.num_masked += int((~is_open).sum())
         start, count, slots = plan.start.copy(), plan.count.copy(), plan.slots[is_open]
         start[plan.slots] += standing[0] - plan.known[plan.slots]
@@ -72,7 +72,7 @@ class LateRunner(ModelRunner):
         places = np.repeat(is_open, sampled)
         row, offset = ragged(sampled)
         places[is_open[row]] = offset[is_open[row]] <= num_draft.repeat(sampled[is_open])
-        late = Drawn(np.full(len(places), JUNK), np.full(len(places), np.nan))
+        late = SamplerOutput(np.full(len(places), JUNK), np.full(len(places), np.nan))
         if count.any():
             fed = self._batch(plan, start, count, slots, num_draft, draft)
             drawn = super().launch(fed, params)()
@@ -89,7 +89,7 @@ class LateRunner(ModelRunner):
         load = plan.load._replace(draft_tokens=len(draft))
         return Batch(start, count, index, tokens, slots, generated, num_draft, draft, load)
 
-    def _append(self, batch: Batch, drawn: Drawn, params: SamplingParams) -> None:
+    def _append(self, batch: Batch, drawn: SamplerOutput, params: SamplingParams) -> None:
         slots, num_draft = batch.slots, batch.num_draft
         if not len(slots):
             return

@@ -3,7 +3,7 @@
 import numpy as np
 
 from bubblespec.planner.costs import KNOTS, CostModel
-from bubblespec.planner.lengths import LengthModel, Rows, acceptance_rates
+from bubblespec.planner.lengths import LengthForecast, LengthModel, acceptance_rates
 from bubblespec.types import Draft, Group, Prompt
 from tests.helpers.rows import samples_of
 
@@ -20,10 +20,10 @@ def cost_of(terms) -> CostModel:
 
 def make_rows(
     expected, spread=0.0, *, drafted=0.0, generated=0, prompt_tokens=10, num_generations=1
-) -> Rows:
+) -> LengthForecast:
     expected = np.array(expected, np.float64)
     whole = np.zeros(len(expected))
-    return Rows(
+    return LengthForecast(
         prompt_tokens=np.full(len(expected), prompt_tokens),
         group=np.arange(len(expected)) // num_generations,
         expected=expected,
@@ -33,18 +33,21 @@ def make_rows(
     )
 
 
-def random_rows(seed: int, count: int, relative_spread=0.6, **others) -> Rows:
+def random_rows(seed: int, count: int, relative_spread=0.6, **others) -> LengthForecast:
     expected = np.random.default_rng(seed).uniform(20, 200, count)
     return make_rows(expected, relative_spread * expected, **others)
 
 
-def groups_of(uids, prompt_tokens=lambda uid: 4) -> list[Group]:
-    return [Group(Prompt(uid, "", (1,) * prompt_tokens(uid), {}), 0) for uid in uids]
+def groups_of(prompt_ids, prompt_tokens=lambda prompt_id: 4) -> list[Group]:
+    return [
+        Group(Prompt(prompt_id, "", (1,) * prompt_tokens(prompt_id), {}), 0)
+        for prompt_id in prompt_ids
+    ]
 
 
-def observed(lengths_by_uid: dict[int, list[int]], **prompts) -> LengthModel:
-    model, groups = LengthModel(), groups_of(lengths_by_uid, **prompts)
-    lengths = (length for of_prompt in lengths_by_uid.values() for length in of_prompt)
+def observed(lengths_by_id: dict[int, list[int]], **prompts) -> LengthModel:
+    model, groups = LengthModel(), groups_of(lengths_by_id, **prompts)
+    lengths = (length for of_prompt in lengths_by_id.values() for length in of_prompt)
     model.observe(samples_of(groups, [np.ones(length, np.int32) for length in lengths]))
     return model
 

@@ -36,9 +36,11 @@ def drafts_and(source: DraftSource) -> Proposer:
     return proposer
 
 
-def row(sample: int = 0, visit: int = STEP, uid: int = 70, tokens=(), number=None) -> Row:
+def row(
+    sample: int = 0, draw_index: int = STEP, prompt_id: int = 70, tokens=(), number=None
+) -> Row:
     number, tokens = sample if number is None else number, np.array(tokens, np.int64)
-    return Row(SampleId(uid, visit, sample), (1, 2, 3), 500, tokens, number=number)
+    return Row(SampleId(prompt_id, draw_index, sample), (1, 2, 3), 500, tokens, number=number)
 
 
 def draft(tokens, version: int = 4) -> Draft:

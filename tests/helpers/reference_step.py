@@ -46,11 +46,12 @@ def philox(counter: list[int], key: list[int]) -> list[int]:
     return counter
 
 
-def noise_key(seed: int, uid: int, visit: int, sample: int, position: int) -> list[int]:
+def noise_key(seed: int, prompt_id: int, draw_index: int, sample: int, position: int) -> list[int]:
     """The four words that key the noise of one response token; visit: how often the data
     order has drawn the prompt before; position counts response tokens from 0."""
     return philox(
-        [sample << 20 | position, visit, uid % WORD, uid // WORD], [seed % WORD, seed // WORD]
+        [sample << 20 | position, draw_index, prompt_id % WORD, prompt_id // WORD],
+        [seed % WORD, seed // WORD],
     )
 
 
@@ -96,8 +97,7 @@ def sample_response(
     model, prompt: list[int], stream: tuple[int, int, int, int], rollout
 ) -> Response:
     """Token by token argmax(logits / temperature + Gumbel noise), an exact sample of the softmax
-    (Maddison et al. 2014, "A* sampling"). stream: seed, uid of the prompt, its visit, number of the
-    sample."""
+    (Maddison et al. 2014, "A* sampling"). stream: seed, prompt_id, draw_index, sample."""
     tokens = []
     while len(tokens) < rollout.max_completion_length:
         logits = model(input_ids=torch.tensor([[*prompt, *tokens]])).logits[0, -1]
@@ -360,16 +360,18 @@ def grpo_step(
     1 within its loops. Returns responses, rewards and advantages, by prompt and response, and the
     updates.
 
-    prompts: uid, visit and tokens of each; reward: from the responses of a prompt, as tokens, to a
-    number for each.
+    prompts: prompt_id, draw_index and tokens of each; reward: from the responses of a prompt, as
+    tokens, to a number for each.
     """
     loss, rollout, samples = config.loss, config.rollout, range(config.rollout.num_generations)
     groups = [
         [
-            sample_response(model, tokens, (config.run.seed, uid, visit, sample), rollout)
+            sample_response(
+                model, tokens, (config.run.seed, prompt_id, draw_index, sample), rollout
+            )
             for sample in samples
         ]
-        for uid, visit, tokens in prompts
+        for prompt_id, draw_index, tokens in prompts
     ]
     rewards = [reward([response.tokens for response in group]) for group in groups]
     advantages = estimate_advantages(rewards, loss.advantage_estimator, loss.scale_rewards)

@@ -17,10 +17,10 @@ from bubblespec.engine.engine import Engine
 from bubblespec.engine.model_checks import prepare_model
 from bubblespec.engine.runner import ModelRunner
 from bubblespec.planner.costs import KNOTS, CostModel
-from bubblespec.planner.drafts import Job
+from bubblespec.planner.drafts import DraftRequest
 from bubblespec.planner.survival import ALIGNED, TRIED
 from bubblespec.records import RolloutRecord
-from bubblespec.rollout.board import ProgressBoard, RankState
+from bubblespec.rollout.board import ProgressSync, RankState
 from bubblespec.rollout.drafting import DraftAhead
 from bubblespec.tools.simulate.world import SimulatedRanks
 from bubblespec.types import Draft, Group, Load, Prompt, Row, SampleId
@@ -116,10 +116,10 @@ def pass_time(engine: Engine, ranks: SimulatedRanks) -> None:
     engine.step = timed_step
 
 
-def one_rank() -> ProgressBoard:
+def one_rank() -> ProgressSync:
     ranks = Ranks(torch.device("cpu"))
     ranks.clock = Clock()
-    return ProgressBoard(ranks, timeout_s=100, interval_s=0)
+    return ProgressSync(ranks, timeout_s=100, interval_s=0)
 
 
 class BoardWithSlowRank:
@@ -169,14 +169,16 @@ class World:
         runner = ModelRunner(model, num_slots, MAX_LENGTH, SEED, max_num_batched_tokens=256)
         self.engine, self.store = Engine(runner), TextStore(10**6)
 
-    def plans(self, coming, prompts=PROMPTS, num_generations: int = 2) -> list[Job]:
+    def plans(self, coming, prompts=PROMPTS, num_generations: int = 2) -> list[DraftRequest]:
         """All that is left to draft of some coming steps, in order."""
         plans = []
-        for group in (group for visit in coming for group in groups_of(visit, prompts)):
+        for group in (group for draw_index in coming for group in groups_of(draw_index, prompts)):
             for sample in map(group.sample, range(num_generations)):
                 draft = self.store.get(sample)
                 if draft is None or not draft.is_finished:
-                    plans.append(Job(sample, 1.0, 1.0, True, prompt=group.prompt.token_ids))
+                    plans.append(
+                        DraftRequest(sample, 1.0, 1.0, True, prompt=group.prompt.token_ids)
+                    )
         return plans
 
     def rollout(

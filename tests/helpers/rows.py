@@ -12,8 +12,8 @@ from bubblespec.engine.engine import Engine
 from bubblespec.records import RolloutRecord, Samples, StepRecord
 from bubblespec.rollout.loop import RolloutLoop
 from bubblespec.rollout.plan import RolloutPlan
-from bubblespec.rollout.table import RowTable
-from bubblespec.types import Group, Launch, Prompt, Row
+from bubblespec.rollout.table import RolloutProgress
+from bubblespec.types import Group, Prompt, Row, StepBatch
 
 # A tokenizer of letters: 0 is a, 1 is b.
 LETTERS = SimpleNamespace(decode=lambda ids: "".join(chr(97 + i) for i in ids))
@@ -24,16 +24,18 @@ def numbered_prompts(count: int) -> PromptSet:
     return PromptSet([Prompt(i, f"prompt {i}", (i,), {}) for i in range(count)], 0)
 
 
-def launch_of(groups: list[Group], num_generations: int) -> Launch:
+def launch_of(groups: list[Group], num_generations: int) -> StepBatch:
     """A rollout of these groups that trains on all it generates."""
-    return Launch(groups, len(groups), num_generations)
+    return StepBatch(groups, len(groups), num_generations)
 
 
 def make_rows(groups: list[Group], num_generations: int, max_new_tokens: int) -> list[Row]:
     """The rows of groups, those of a group adjacent."""
     launch = launch_of(groups, num_generations)
     return list(
-        RowTable(launch, np.zeros(len(launch.ids), np.int64), 0).make_rows(max_new_tokens).values()
+        RolloutProgress(launch, np.zeros(len(launch.ids), np.int64), 0)
+        .make_rows(max_new_tokens)
+        .values()
     )
 
 
@@ -47,7 +49,7 @@ def loop_of(
     Each rank may have others, as no rank asks how long they are."""
     owners = np.full(MOST_ROWS, -1)
     owners[: len(rows)] = ranks.rank
-    table = RowTable(launch_of([], 0), owners, ranks.rank)
+    table = RolloutProgress(launch_of([], 0), owners, ranks.rank)
     return loop_over(engine, ranks, params, numbered(rows), table, **fields)
 
 
@@ -63,7 +65,7 @@ def loop_over(
     ranks: Ranks,
     params: SamplingParams,
     rows: dict[int, Row],
-    table: RowTable,
+    table: RolloutProgress,
     *,
     board=None,
     on_finished=None,

@@ -4,8 +4,8 @@ of the rank's own."""
 from concurrent.futures import wait
 
 from bubblespec.mechanisms.stream_gradients import MicrobatchCost, StreamGradients
-from bubblespec.rewards.scorer import Scoring
-from bubblespec.rollout.board import ProgressBoard
+from bubblespec.rewards.scorer import RolloutRewards
+from bubblespec.rollout.board import ProgressSync
 
 # of a micro-batch and of a token, whatever they are: slices are the same on any machine
 SECONDS = (1e-3, 2.5e-4)
@@ -15,7 +15,7 @@ STREAMED = ("optim.stream_gradients=true", "reward.num_workers=0")
 def stream_always(patch=setattr) -> None:
     """patch: as of pytest's monkeypatch, to take it back afterwards."""
     can_begin = StreamGradients.can_begin
-    take_scored = Scoring.take_scored
+    take_scored = RolloutRewards.take_scored
 
     def wait_and_take_scored(scoring):
         if scoring.scorer.config.num_workers:  # they take as long as the machine's load wants
@@ -30,8 +30,8 @@ def stream_always(patch=setattr) -> None:
         finally:
             task.view.unfinished = unfinished
 
-    patch(Scoring, "take_scored", wait_and_take_scored)
+    patch(RolloutRewards, "take_scored", wait_and_take_scored)
     patch(StreamGradients, "can_begin", can_begin_beside_rows)
     patch(MicrobatchCost, "is_known", True)
     patch(MicrobatchCost, "_coefficients", property(lambda cost: SECONDS, lambda cost, value: None))
-    patch(ProgressBoard, "_is_too_soon", lambda board: False)
+    patch(ProgressSync, "_is_too_soon", lambda board: False)

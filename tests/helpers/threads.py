@@ -10,7 +10,7 @@ from bubblespec.distributed.ranks import Ranks
 from bubblespec.engine.engine import Engine
 from bubblespec.mechanisms.drafter.training import TrainDrafter
 from bubblespec.rollout import make_sampler
-from bubblespec.rollout.board import ProgressBoard
+from bubblespec.rollout.board import ProgressSync
 from bubblespec.setup import build
 from bubblespec.tools.simulate.world import SimulatedRanks, SimulatedTicks, World
 from bubblespec.trainer import Trainer
@@ -29,8 +29,8 @@ class ThreadRanks(SimulatedRanks):
         return tensor.copy_(self.world.meet(self.rank, tensor.clone())[source])
 
 
-def make_board(ranks: Ranks, *_) -> ProgressBoard:
-    return ProgressBoard(ranks, 100, SimulatedTicks(ranks), interval_s=0)
+def make_board(ranks: Ranks, *_) -> ProgressSync:
+    return ProgressSync(ranks, 100, SimulatedTicks(ranks), interval_s=0)
 
 
 def train_on_threads(
@@ -74,7 +74,7 @@ def train_on_threads(
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(TrainDrafter, "run_slice", timed_slice)
-        patch.setattr(make_sampler, "ProgressBoard", make_board)
+        patch.setattr(make_sampler, "ProgressSync", make_board)
         patch.setattr(Trainer, "update", interrupted_update)
         with pytest.raises(Killed) if is_killed else nullcontext():
             world.run(work)

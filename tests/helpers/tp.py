@@ -35,9 +35,9 @@ class ThreadTPGroup:
         return [bytes(row.tolist()).rstrip(b"\0").decode() for row in rows]
 
     def connect(self, tensor: torch.Tensor) -> None:
-        self.sum_(tensor)
+        self.all_reduce_(tensor)
 
-    def sum_(self, tensor: torch.Tensor) -> torch.Tensor:
+    def all_reduce_(self, tensor: torch.Tensor) -> torch.Tensor:
         self.num_sums += 1
         total = torch.zeros_like(tensor)
         for part in self.gather(tensor).roll(self.rank, 0):

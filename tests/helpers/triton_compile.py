@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 
 from bubblespec.engine.kv_cache import LayerCache
-from bubblespec.engine.ops.view import Norm, View
+from bubblespec.engine.ops.view import AttentionMetadata, Norm
 
 ROOT = Path(__file__).resolve().parents[2]
 # Bytes of shared memory that a block may have, by capability (CUDA C++ Programming Guide).
@@ -51,10 +51,10 @@ def zeros(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
     return torch.zeros(shape, dtype=dtype)
 
 
-def make_view(max_q: int, max_keys: int) -> View:
+def make_view(max_q: int, max_keys: int) -> AttentionMetadata:
     whole = [zeros(number, dtype=torch.int32) for number in (8, 3, 2)]
     place, table = zeros(8, dtype=torch.int64), zeros(4, 20, dtype=torch.int32)
-    return View(place, *whole, table, max_q=max_q, max_keys=max_keys, split=512)
+    return AttentionMetadata(place, *whole, table, max_q=max_q, max_keys=max_keys, split=512)
 
 
 def attend(ops, tokens: int, group: int, sizes, window: int | None = None, keys: int = 4096):

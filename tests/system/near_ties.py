@@ -83,8 +83,8 @@ def judge(
 
 
 class NearTies:
-    """Compares rows and keeps count, on this rank. differences: (uid, visit, sample, position,
-    kind, gap)."""
+    """Compares rows and keeps count, on this rank. differences: (prompt_id, draw_index, sample,
+    position, kind, gap)."""
 
     def __init__(self, trainer: Trainer):
         self.trainer = trainer

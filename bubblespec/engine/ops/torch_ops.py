@@ -76,8 +76,8 @@ def rope_store(
         else:  # as transformers rounds
             torch.add(rotated * cos, turned * sin, out=rotated)
     page, offset = packing.page_offset
-    assert cache.joint is not None, "a decoder's keys and values have one dimension"
-    cache.joint[page, :, offset] = qkv[:, heads:]
+    assert cache.kv is not None, "a decoder's keys and values have one dimension"
+    cache.kv[page, :, offset] = qkv[:, heads:]
     return qkv[:, :heads]
 
 
@@ -92,21 +92,25 @@ def attend(
 
     By SDPA; query heads are folded into the query axis, so no key is copied."""
     num_heads, kv_heads = query.shape[1], cache.keys.shape[2]
-    fold, padding, attended = num_heads // kv_heads, packing.padding, []
+    queries_per_kv, padding, attended = num_heads // kv_heads, packing.padding, []
     if padding is not None:
         query = query.index_select(0, padding.tokens)
     for group in packing.groups:
         rows, queries = group.num_rows, group.num_queries
-        q = query[group.places].reshape(rows, queries, kv_heads, fold, -1).permute(0, 2, 3, 1, 4)
-        q = q.reshape(rows, kv_heads, fold * queries, -1)
+        q = (
+            query[group.places]
+            .reshape(rows, queries, kv_heads, queries_per_kv, -1)
+            .permute(0, 2, 3, 1, 4)
+        )
+        q = q.reshape(rows, kv_heads, queries_per_kv * queries, -1)
         slots = slice(group.first_slot, group.first_slot + rows)
         k, v = (
             packing.cache.read(t, slots, group.length).transpose(1, 2)
             for t in (cache.keys, cache.values)
         )
-        mask = packing.mask(group, fold, window, query.dtype)
+        mask = packing.mask(group, queries_per_kv, window, query.dtype)
         out = scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scaling)
-        out = out.reshape(rows, kv_heads, fold, queries, -1).permute(0, 3, 1, 2, 4)
+        out = out.reshape(rows, kv_heads, queries_per_kv, queries, -1).permute(0, 3, 1, 2, 4)
         attended.append(out.reshape(rows * queries, num_heads, -1))
     out = attended[0] if len(attended) == 1 else torch.cat(attended)
     return out if padding is None else out.index_select(0, padding.places)

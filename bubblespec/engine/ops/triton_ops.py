@@ -2,8 +2,8 @@
 
 Grids depend only on the sizes of tensors and on bounds of the view, and no operation waits for the
 device, so CUDA graphs can capture them all. A token's bits do not depend on the other tokens of a
-forward, as long as tiles of attention have the same rows: `View.max_q` * G up to a power of two,
-at most TILE.
+forward, as long as tiles of attention have the same rows: `AttentionMetadata.max_q` * G up to a
+power of two, at most TILE.
 
 Shape legend: N tokens, S sequences, H query heads, K key/value heads, G = H / K, D head
 dimension, E that of values, R rotary dimensions, C hidden size, I intermediate size.
@@ -20,14 +20,14 @@ from bubblespec.engine.kv_cache import LayerCache
 from bubblespec.engine.ops.triton_sampling import FUSED
 from bubblespec.engine.ops.triton_sampling import best_and_sum as best_and_sum
 from bubblespec.engine.ops.triton_sampling import draw as draw
-from bubblespec.engine.ops.view import TILE, Norm, View
+from bubblespec.engine.ops.view import TILE, AttentionMetadata, Norm
 
 
 class Packing(Protocol):
     """What the operations read of a packing."""
 
     @property
-    def view(self) -> View:
+    def view(self) -> AttentionMetadata:
         """The place of its tokens in the cache."""
 
 

@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from bubblespec.engine.ops.view import RowState, View
+from bubblespec.engine.ops.view import AttentionMetadata, RowState
 
 HEADER = tl.constexpr(4)  # R, N, sequences, T
 ROW_FIELDS = tl.constexpr(8)
@@ -81,7 +81,9 @@ def _stand(
     tl.store(standing_ptr + 2 * num_slots + row, num_fed)
 
 
-def fill(rows: RowState, ids: torch.Tensor, view: View, page_size: int, spare: int) -> None:
+def fill(
+    rows: RowState, ids: torch.Tensor, view: AttentionMetadata, page_size: int, spare: int
+) -> None:
     """Write what a forward reads, as `graphs.padded` does: token ids int32 [B], and its view.
 
     The view has its table and sizes. spare: place of tokens that are not fed."""

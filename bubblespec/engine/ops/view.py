@@ -18,7 +18,7 @@ class Norm(NamedTuple):
     epsilon: torch.Tensor  # eps, float32 or float64 []: a CPU converts numbers slowly
 
 
-class View(NamedTuple):
+class AttentionMetadata(NamedTuple):
     """Where the N new tokens of S sequences belong in the cache.
 
     A row with more than `max_q` tokens is several sequences. A token sees the keys up to its

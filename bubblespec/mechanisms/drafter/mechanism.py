@@ -23,7 +23,7 @@ import torch
 from transformers import PreTrainedModel
 
 from bubblespec.distributed.ranks import Ranks
-from bubblespec.draft.chains import ChainRunner, ChainSource, profile
+from bubblespec.draft.chains import DraftModelRunner, DraftModelSource, profile
 from bubblespec.engine.arrays import ragged, to_device
 from bubblespec.engine.batch import Batch, SamplingParams
 from bubblespec.engine.engine import Engine
@@ -79,7 +79,7 @@ class DrafterForward(ModelForward):
         return self.model(hidden, tokens, packing)
 
 
-class DrafterRunner(ChainRunner):
+class DrafterRunner(DraftModelRunner):
     """The drafter's part of an engine: a `SlotFollower` of its runner while it is enabled."""
 
     def __init__(self, drafter: Drafter, engine: Engine, params: SamplingParams):
@@ -234,10 +234,10 @@ class DrafterRunner(ChainRunner):
         return np.where(self._end[slots] >= verified, lacking, 0)
 
 
-def make_source(runner: ChainRunner, cost: CostModel, clock) -> ChainSource:
+def make_source(runner: DraftModelRunner, cost: CostModel, clock) -> DraftModelSource:
     """Create the drafter's source, and time forwards of the drafter. cost: of the policy's."""
     own_cost, options = profile(runner, clock, MAX_ROWS), {"prior": PRIOR, "clock": clock}
-    return ChainSource(NAME, runner, cost, own_cost, longest=MAX_CHAIN_LENGTH, **options)
+    return DraftModelSource(NAME, runner, cost, own_cost, longest=MAX_CHAIN_LENGTH, **options)
 
 
 class DrafterMechanism(Mechanism):
@@ -262,7 +262,7 @@ class DrafterMechanism(Mechanism):
         self._saved = read_drafter(self.config, model, checkpoint, warns=self.ranks.is_main)
         self.training: DrafterTraining | None = None
         """None until `start`, and in a run that is complete already."""
-        self.source: ChainSource
+        self.source: DraftModelSource
         self.runner: DrafterRunner
         self._moved: dict[int, DrafterRunner] = {}  # by id() of the engine
 

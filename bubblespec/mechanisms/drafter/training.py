@@ -35,7 +35,7 @@ from bubblespec.errors import log
 from bubblespec.learn.microbatch import Microbatch
 from bubblespec.mechanisms.drafter.layer import Drafter
 from bubblespec.records import Span
-from bubblespec.rollout.plan import SLICE_S, LocalWork, RankView
+from bubblespec.rollout.plan import SLICE_S, IdleTask, RankView
 from bubblespec.rollout.sampler import Sampler
 from bubblespec.types import Row
 
@@ -98,12 +98,12 @@ class UnrolledPacking:
 
     def attend(self, layer: int, query, key, value, *, scaling, window) -> torch.Tensor:
         """Return [N, heads, D] of query [N, heads, D] and key and value [N, key/value heads, D]."""
-        fold = query.shape[1] // key.shape[1]
+        queries_per_kv = query.shape[1] // key.shape[1]
         query, key, value = (
             t.unflatten(0, self.shape).transpose(1, 2) for t in (query, key, value)
         )
-        self._keys.append(key.repeat_interleave(fold, dim=1))
-        self._values.append(value.repeat_interleave(fold, dim=1))
+        self._keys.append(key.repeat_interleave(queries_per_kv, dim=1))
+        self._values.append(value.repeat_interleave(queries_per_kv, dim=1))
         keys, values = torch.cat(self._keys, dim=2), torch.cat(self._values, dim=2)
         # Queries whose chain would have begun before the sequence see their own key only.
         position, passes = torch.arange(self.shape[1], device=query.device), len(self._keys)
@@ -261,7 +261,7 @@ class DrafterTraining:
         made, self._num_unmerged = self._num_unmerged, 0
         flat = parameters_to_vector(self.masters)
         if ranks.world_size > 1:
-            total = ranks.sum_(torch.cat((made * flat, flat.new_tensor([made]))))
+            total = ranks.all_reduce_(torch.cat((made * flat, flat.new_tensor([made]))))
             if total[-1]:
                 flat = total[:-1] / total[-1]
                 vector_to_parameters(flat, self.masters)
@@ -272,7 +272,7 @@ class DrafterTraining:
                 log("the learned drafter drafts no more: its weights are not numbers")
 
 
-class TrainDrafter(LocalWork):
+class TrainDrafter(IdleTask):
     """Training in the idle time of one rollout on one rank, slice by slice (TLT)."""
 
     name = "train_drafter"
@@ -364,7 +364,7 @@ def warm_up(training: DrafterTraining, examples: list[Example], ranks: Ranks) ->
     by_length = sorted(examples, key=lambda example: len(example.hidden))  # to pad little
     begins = np.arange(0, len(examples), EXAMPLES_PER_UPDATE)
     order = np.concatenate([training.random.permutation(begins) for _ in range(EPOCHS)])
-    total = int(ranks.gather(np.array([len(order)])).max())
+    total = int(ranks.all_gather(np.array([len(order)])).max())
     with _progress("updates of the drafter", total, ranks) as bar:
         for number in range(total):
             rate = LEARNING_RATE * (1 - (1 - FINAL_RATE) * number / total)

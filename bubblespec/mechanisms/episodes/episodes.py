@@ -25,7 +25,7 @@ from bubblespec.mechanisms.episodes.forms import load_form
 from bubblespec.mechanisms.episodes.tokens import tokenize_with
 from bubblespec.planner.drafts import MAX_LOOKAHEAD
 from bubblespec.records import StepRecord
-from bubblespec.rollout.plan import Mechanism, RankView, RolloutPlan, RowFeed
+from bubblespec.rollout.plan import EpisodeDriver, Mechanism, RankView, RolloutPlan
 from bubblespec.rollout.sampler import Sampler
 from bubblespec.types import Prompt, Row
 
@@ -34,9 +34,9 @@ WAIT_S = 1e-3  # until a rank without anything to feed looks after other things
 STOPS = ("done", "no_call", "max_turns", "length", "error")
 
 
-def episode_seed(run_seed: int, uid: int, visit: int) -> int:
+def episode_seed(run_seed: int, prompt_id: int, draw_index: int) -> int:
     """Return the seed for the environments of a group."""
-    return random.Random(f"{run_seed}/{uid}/{visit}").getrandbits(32)
+    return random.Random(f"{run_seed}/{prompt_id}/{draw_index}").getrandbits(32)
 
 
 @dataclass
@@ -74,7 +74,7 @@ class _Episode:
     """Whether the environment failed at the beginning, so that the first turn ends the episode."""
 
 
-class Episodes(RowFeed):
+class Episodes(EpisodeDriver):
     """The feed of one rollout with environments."""
 
     def __init__(self, sampler: Sampler, environments: Environments, prompts: Iterable[Prompt]):
@@ -82,7 +82,7 @@ class Episodes(RowFeed):
         self.environments = environments
         self.clock, self.with_environment = sampler.ranks.clock, sampler.scorer.takes_environments
         self.seed, self.runs_drafts = sampler.config.run.seed, sampler.config.environment.draft
-        self.prompts = {prompt.uid: prompt for prompt in prompts}
+        self.prompts = {prompt.prompt_id: prompt for prompt in prompts}
         self.proposer: Proposer | None = None
         self.counts = EpisodeCounts()
         self.outcomes: dict[Row, Future] = {}
@@ -107,8 +107,8 @@ class Episodes(RowFeed):
         """Start an episode. The row enters the engine once the environment has begun."""
         row.has_turns = True
         self._running[row] = _Episode(row, is_own, self.clock.perf_counter())
-        prompt, (uid, visit, _) = self.prompts[row.id.uid], row.id
-        seed = episode_seed(self.seed, uid, visit)
+        prompt, (prompt_id, draw_index, _) = self.prompts[row.id.prompt_id], row.id
+        seed = episode_seed(self.seed, prompt_id, draw_index)
         self.environments.begin(row, prompt, seed, is_draft=not is_own)
 
     def advance(self, finished: Iterable[Row] = ()) -> list[Row]:

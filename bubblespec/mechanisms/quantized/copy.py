@@ -10,8 +10,8 @@ an output (int4). On a CPU the inputs are rounded as well, to 8 bits on a grid o
 own, and integers are multiplied (`linear_dynamic` of FBGEMM). On a GPU inputs are not rounded.
 Rounding may be as coarse as it likes: a copy only proposes tokens.
 
-After an update the copy is that of older weights, and proposes nearly as well; `Copy.renew`
-quantises a part of it again.
+After an update the copy is that of older weights, and proposes nearly as well;
+`QuantizedDraftModel.renew` quantises a part of it again.
 
 It drafts over the engine's own keys and values. A draft token's are written where the row's next
 tokens belong. The policy's forward that verifies the token writes them again, and nothing else
@@ -32,7 +32,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from bubblespec.draft.chains import ChainRunner
+from bubblespec.draft.chains import DraftModelRunner
 from bubblespec.engine.batch import SamplingParams
 from bubblespec.engine.decoder import Decoder, Kind, Multiply, stacked
 from bubblespec.engine.engine import Engine
@@ -115,7 +115,7 @@ class Layers:
         return out if self.bias is None else out + self.bias
 
 
-class Copy:
+class QuantizedDraftModel:
     """A quantised copy of a policy that is like Llama."""
 
     def __init__(
@@ -158,7 +158,7 @@ class Copy:
 class CopyForward(ModelForward):
     """The forward of a copy."""
 
-    def __init__(self, copy: Copy, **options):
+    def __init__(self, copy: QuantizedDraftModel, **options):
         self.copy = copy
         super().__init__(copy.model, **options)
 
@@ -171,12 +171,12 @@ class CopyForward(ModelForward):
         return self.copy.head(hidden)
 
 
-class CopyRunner(ChainRunner):
+class CopyRunner(DraftModelRunner):
     """The copy's part of an engine, in the cache of the policy."""
 
     reads_states = False
 
-    def __init__(self, copy: Copy, engine: Engine, params: SamplingParams):
+    def __init__(self, copy: QuantizedDraftModel, engine: Engine, params: SamplingParams):
         """params: of the engine's rows."""
         runner = cast(ModelRunner, engine.runner)
         policy = runner.forward

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from bubblespec.config import Config
 from bubblespec.distributed.ranks import Ranks
-from bubblespec.draft.chains import ChainSource, profile
+from bubblespec.draft.chains import DraftModelSource, profile
 from bubblespec.engine import graphs
 from bubblespec.engine.arrays import median_s, to_device
 from bubblespec.engine.decoder import is_like_llama
@@ -27,9 +27,9 @@ from bubblespec.mechanisms import Run
 from bubblespec.mechanisms.quantized.copy import (
     GROUP,
     NO_PRODUCT,
-    Copy,
     CopyRunner,
     Product,
+    QuantizedDraftModel,
     linear_layers,
     observe_inputs,
     product_for,
@@ -54,7 +54,7 @@ class QuantizedMechanism(Mechanism):
 
     name = NAME
 
-    def __init__(self, source: ChainSource):
+    def __init__(self, source: DraftModelSource):
         """source: whose chains a `CopyRunner` draws."""
         self.source, self.sources = source, [source]
         self.copy = cast(CopyRunner, source.runner).copy
@@ -88,7 +88,7 @@ class QuantizedMechanism(Mechanism):
 
 
 # Creates the copy's source. Chains of a learned drafter cost less, so it is asked last.
-make_source = partial(ChainSource, NAME, prior=PRIOR, longest=MAX_CHAIN_LENGTH, is_last=True)
+make_source = partial(DraftModelSource, NAME, prior=PRIOR, longest=MAX_CHAIN_LENGTH, is_last=True)
 
 
 def prepare(run: Run) -> None:
@@ -120,7 +120,7 @@ def refusal(what: str, speedup: Callable[[], float], config: Config, ranks: Rank
         own = speedup()
     except Exception as error:  # of a kernel, or of the model's own code with other layers
         problem = one_line(error)
-    slowest = float(ranks.gather(np.array([own])).min())
+    slowest = float(ranks.all_gather(np.array([own])).min())
     if slowest >= MIN_SPEEDUP or (config.speculative.planning == "always" and slowest > 0.0):
         return None
     if slowest > 0.0:
@@ -213,5 +213,5 @@ def make_runner(sampler: Sampler, product: Product) -> CopyRunner:
     runner, prompts = cast(ModelRunner, sampler.engine.runner), sampler.schedule.prompts.prompts[:8]
     tokens = np.concatenate([prompt.token_ids for prompt in prompts])[:OBSERVED_TOKENS]
     ids = to_device(tokens.astype(np.int64), runner.device)
-    copy = Copy(runner.model, product, observe_inputs(runner.model, ids))
+    copy = QuantizedDraftModel(runner.model, product, observe_inputs(runner.model, ids))
     return CopyRunner(copy, sampler.engine, sampler.params)

@@ -67,15 +67,15 @@ class TPGroup:
             self._captured = group_of_graphs(self.ranks)
         dist.all_reduce(tensor, group=self._captured)
 
-    def sum_(self, tensor: torch.Tensor) -> torch.Tensor:
+    def all_reduce_(self, tensor: torch.Tensor) -> torch.Tensor:
         """Sum over ranks, in place."""
         if tensor.device.type == "cuda":  # without a wait: the next gather finds a missing rank
             is_captured = torch.cuda.is_current_stream_capturing()
             dist.all_reduce(tensor, group=self._captured if is_captured else None)
         elif self._shared is not None and tensor.dtype in (torch.float32, torch.float64):
-            self._shared.sum_(tensor.view(-1).numpy())
+            self._shared.all_reduce_(tensor.view(-1).numpy())
         else:
-            self.ranks.sum_(tensor)
+            self.ranks.all_reduce_(tensor)
         return tensor
 
     def gather(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -89,7 +89,7 @@ class TPGroup:
 
     def gather_array(self, array: np.ndarray) -> np.ndarray:
         """Gather equally shaped arrays of all ranks, [P, ...]."""
-        return (self._shared or self.ranks).gather(array)
+        return (self._shared or self.ranks).all_gather(array)
 
 
 def group_of_graphs(ranks: Ranks) -> dist.ProcessGroup:
@@ -230,7 +230,7 @@ class ShardedForward(ModelForward):
             self._is_alone = False
 
     def _summed(self, out: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        out = out if self._is_alone else self.tp.sum_(out)
+        out = out if self._is_alone else self.tp.all_reduce_(out)
         return out if bias is None else out + bias
 
 
@@ -279,19 +279,19 @@ def shard_heads(num_heads: int, num_key_heads: int, rank: int, size: int) -> tup
 
     With fewer key/value heads than ranks, ranks share a group's query heads, and all have its
     key/value head. Raises TPUnsupported if some rank would have none."""
-    fold = num_heads // num_key_heads
+    queries_per_kv = num_heads // num_key_heads
     if num_key_heads >= size:
         key = shard_of(num_key_heads, rank, size)
-        return slice(key.start * fold, key.stop * fold), key
+        return slice(key.start * queries_per_kv, key.stop * queries_per_kv), key
     groups = [other * num_key_heads // size for other in range(size)]
     group = groups[rank]
     members = [other for other in range(size) if groups[other] == group]
-    if fold < -(-size // num_key_heads):  # of the largest group, so that all ranks agree
+    if queries_per_kv < -(-size // num_key_heads):  # of the largest group, so that all ranks agree
         raise TPUnsupported(
             f"{num_heads} query heads and {num_key_heads} key/value heads are too few for "
             f"{size} ranks"
         )
-    own, first = shard_of(fold, members.index(rank), len(members)), group * fold
+    own, first = shard_of(queries_per_kv, members.index(rank), len(members)), group * queries_per_kv
     return slice(first + own.start, first + own.stop), slice(group, group + 1)
 
 

@@ -32,7 +32,7 @@ from bubblespec.mechanisms.tp_tail.shards import ShardedForward, TPGroup, TPUnsu
 from bubblespec.memory import Needs, kv_bytes, max_length
 from bubblespec.planner.chooser import DRAFTS
 from bubblespec.planner.costs import CostModel, play
-from bubblespec.planner.lengths import Rows
+from bubblespec.planner.lengths import LengthForecast
 from bubblespec.planner.windows import choose_windows
 from bubblespec.records import Span, StepRecord, total_s
 from bubblespec.rollout.board import RankState
@@ -40,7 +40,7 @@ from bubblespec.rollout.loop import RolloutLoop
 from bubblespec.rollout.plan import Mechanism, RolloutPlan
 from bubblespec.rollout.profile import profile
 from bubblespec.rollout.sampler import Sampler
-from bubblespec.rollout.table import RowTable, gather_rows
+from bubblespec.rollout.table import RolloutProgress, gather_rows
 from bubblespec.types import Row, SampleId
 
 NAME = "tp_tail"
@@ -80,7 +80,7 @@ class TPTail(Mechanism):
         self.cost: CostModel | None = None
         """Cost of forwards of all ranks together, by which the tail is entered; None: always."""
         self.off: frozenset[str] = frozenset()  # see `RolloutPlan.without`
-        self.companions: list[Callable[[Engine], AbstractContextManager]] = []
+        self.followers: list[Callable[[Engine], AbstractContextManager]] = []
         """Contexts in which draft sources follow the rows to another engine."""
 
     def begin_rollout(self, plan: RolloutPlan) -> None:
@@ -103,19 +103,19 @@ class TPTail(Mechanism):
     @property
     def tokens_fed_again(self) -> int:
         """Tokens of each row that are fed again on entry."""
-        return FED_AGAIN if self.companions else 0
+        return FED_AGAIN if self.followers else 0
 
-    def is_due(self, table: RowTable, states: list[RankState]) -> bool:
+    def is_due(self, table: RolloutProgress, states: list[RankState]) -> bool:
         """Whether all ranks enter the tail at this tick; never if the launch selects groups."""
         if table.launch.selects or any(state.must_stop for state in states):
             return False
         return self.is_near(table) and (self.cost is None or self._is_worth_it(table, self.cost))
 
-    def is_near(self, table: RowTable) -> bool:
+    def is_near(self, table: RolloutProgress) -> bool:
         """Whether rows are left, and few enough."""
         return bool(0 < (table.synced >= 0).sum() <= self.max_rows)
 
-    def _is_worth_it(self, table: RowTable, tp_cost: CostModel) -> bool:
+    def _is_worth_it(self, table: RolloutProgress, tp_cost: CostModel) -> bool:
         """Whether costs and predicted lengths of rows promise a gain; the same on every rank."""
         sampler = self.sampler
         assert sampler is not None and sampler.board is not None
@@ -147,7 +147,7 @@ class TPTail(Mechanism):
             return
         record.extras[ROWS], loop.last_s = len(unfinished), clock.perf_counter()
         with contextlib.ExitStack() as stack:
-            for follow in self.companions:
+            for follow in self.followers:
                 stack.enter_context(follow(engine))
             drafts = None
             if proposer is not None:
@@ -193,36 +193,36 @@ class OwnersPropose:
     def __init__(
         self, proposer: Proposer, own_rows: Collection[int], gather: Callable, engine: Engine, cost
     ):
-        """own_rows: numbers; gather: `Ranks.gather`, between two forwards; engine: has the rows.
+        """own_rows: numbers; gather: `Ranks.all_gather`, between forwards; engine: has the rows.
 
         cost: of its forwards, the same on all ranks; None: the first rank plans by its own."""
         self.proposer, self.own_rows, self.gather, self.cost = proposer, own_rows, gather, cost
         # Of all sources of this engine, used or not: all ranks must launch the same forwards.
         self.needs_results = any(of.needs_results and of.serves(engine) for of in proposer.sources)
 
-    def propose(self, rows: list[Row], lengths, room, budget, ahead):
+    def propose(self, rows: list[Row], lengths, room, budget, in_flight):
         """See `Proposer`; drafts are exchanged in one size on all ranks."""
         numbers, found = numbers_of(rows), None
         own = self._own(numbers)
         drafts = np.full((len(rows), 1 + MAX_DRAFT_TOKENS), -1)  # behind the chance of the first
-        room = np.minimum(room, MAX_DRAFT_TOKENS - ahead)
+        room = np.minimum(room, MAX_DRAFT_TOKENS - in_flight)
         if len(own):
-            found = self.proposer.find(numbers[own], room[own], budget, ahead[own])
+            found = self.proposer.find(numbers[own], room[own], budget, in_flight[own])
         if found is not None:
-            tokens, counts = fill(found, found.count, ahead[own])
+            tokens, counts = fill(found, found.count, in_flight[own])
             row, offset = ragged(counts)
             drafts[own, 0] = CHANCES * self.proposer.survival.estimates[found.kind]
-            fits = offset < (room + ahead)[own[row]]
+            fits = offset < (room + in_flight)[own[row]]
             drafts[own[row[fits]], 1 + offset[fits]] = tokens[fits]
         chances, drafts = np.split(self.gather(drafts).max(axis=0), [1], axis=1)
-        windows = np.maximum((drafts >= 0).sum(axis=1) - ahead, 0)
+        windows = np.maximum((drafts >= 0).sum(axis=1) - in_flight, 0)
         if not self.proposer.always:
             positions = int(lengths.sum()) + sum(len(row.prompt) for row in rows)
             chance, cost = chances[:, 0] / CHANCES, self.cost or self.proposer.cost
             windows = choose_windows(chance, windows, cost, positions, budget=budget)
             if self.cost is None:
                 windows = self.gather(windows)[0]
-        count = np.where(windows > 0, windows + ahead, 0)
+        count = np.where(windows > 0, windows + in_flight, 0)
         return drafts[np.arange(MAX_DRAFT_TOKENS) < count[:, None]], count
 
     def observe(self, rows: list[Row], tokens, num_gained, num_draft, num_accepted) -> None:
@@ -256,7 +256,7 @@ def make(run: Run) -> TPTail | None:
     virtual time the tail is given."""
     tail: TPTail | None = _shard(run) if run.virtual is None else run.virtual.get(NAME)
     if tail is not None:
-        tail.companions, tail.sampler = run.followers, run.sampler
+        tail.followers, tail.sampler = run.followers, run.sampler
     return tail
 
 
@@ -291,7 +291,7 @@ def _shard(run: Run) -> TPTail | None:
 
 
 def use_tp_tail(
-    rows: Rows,
+    rows: LengthForecast,
     rank_of: np.ndarray,
     cost: CostModel,
     tp_cost: CostModel,
@@ -321,16 +321,16 @@ def measure(
     """Measure forwards of all ranks together; None where one row is no faster than alone."""
     params = replace(params, stop_token_ids=())  # otherwise a stop token would end rows early
     seconds = [_seconds_of_a_forward(engine, params, ranks) for engine in (alone, together)]
-    alone_s, together_s = ranks.gather(np.array(seconds)).max(axis=0).tolist()
+    alone_s, together_s = ranks.all_gather(np.array(seconds)).max(axis=0).tolist()
     if together_s >= (1 - MIN_TAIL_GAIN) * alone_s:
         return None
     cost = CostModel()
 
     def any_rank(is_so: bool) -> bool:
-        return bool(ranks.gather(np.array([is_so], np.uint8)).any())
+        return bool(ranks.all_gather(np.array([is_so], np.uint8)).any())
 
     profile(together, params, cost, clock=ranks.clock, any_rank=any_rank)
-    return CostModel.from_parameters(ranks.gather(cost.parameters).mean(axis=0))
+    return CostModel.from_parameters(ranks.all_gather(cost.parameters).mean(axis=0))
 
 
 def _seconds_of_a_forward(engine: Engine, params: SamplingParams, ranks: Ranks) -> float:

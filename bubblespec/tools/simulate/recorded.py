@@ -113,15 +113,15 @@ def read_workload(run_dir: str) -> Workload:
     if recorded != list(range(recorded[0], recorded[0] + len(recorded))):
         raise InputError(f"{folder}: the steps {recorded} are not consecutive")
     rows = [row for row in read_table(folder, "responses").to_pylist() if not row["batch"]]
-    prompts: list[dict[int, Prompt]] = [{} for _ in recorded]  # by uid
+    prompts: list[dict[int, Prompt]] = [{} for _ in recorded]  # by prompt_id
     responses, drafts, rewards, steps = {}, {}, {}, {}
     stops = sorted({row["tokens"][-1] for row in rows if row["stopped"]}) or [STOP]
     num_agreed = num_diverged = 0
     for row in rows:
-        step, uid, tokens = row["step"] - recorded[0], row["uid"], np.array(row["tokens"])
-        key = (step, uid, row["sample"])
-        prompts[step][uid] = Prompt(uid, "", tuple(row["prompt_tokens"]), {})
-        steps[uid, row["visit"]] = step
+        step, prompt_id, tokens = row["step"] - recorded[0], row["uid"], np.array(row["tokens"])
+        key = (step, prompt_id, row["sample"])
+        prompts[step][prompt_id] = Prompt(prompt_id, "", tuple(row["prompt_tokens"]), {})
+        steps[prompt_id, row["visit"]] = step
         responses[key], rewards[key] = tokens, row["reward"]
         if row["draft_tokens"]:
             draft = np.array(row["draft_tokens"])

@@ -22,7 +22,7 @@ from bubblespec.memory import max_slots
 from bubblespec.planner.costs import CostModel
 from bubblespec.planner.prices import Prices
 from bubblespec.records import digest
-from bubblespec.rollout.board import ProgressBoard
+from bubblespec.rollout.board import ProgressSync
 from bubblespec.rollout.make_sampler import make_sampler
 from bubblespec.rollout.profile import profile
 from bubblespec.setup import add_mechanisms, call, make_schedule
@@ -40,7 +40,7 @@ from bubblespec.tools.simulate.runner import (
 )
 from bubblespec.tools.simulate.workload import Texts, Workload
 from bubblespec.tools.simulate.world import SimulatedRanks, SimulatedTicks, World
-from bubblespec.types import Launch, Row
+from bubblespec.types import Row, StepBatch
 
 
 @dataclass
@@ -218,7 +218,7 @@ class _Rank:
         schedule.load_state_dict(schedule.state_dict() | save_visits(visits))
         board = None
         if config.has_drafts or shared.tail_rows:
-            board = ProgressBoard(ranks, config.run.timeout_s, SimulatedTicks(ranks))
+            board = ProgressSync(ranks, config.run.timeout_s, SimulatedTicks(ranks))
         self.sampler = run.sampler = make_sampler(
             config,
             ranks,
@@ -238,7 +238,7 @@ class _Rank:
         config, ranks, stand_ins = shared.config, self.ranks, dict[str, Any]()
         if shared.tail_rows:
             # The cost of a forward contains its exchanges.
-            gather = SimulatedRanks(ranks.world, ranks.rank, meeting_s=0.0).gather
+            gather = SimulatedRanks(ranks.world, ranks.rank, meeting_s=0.0).all_gather
             together = shared.engine(ranks, self.texts.of_row, is_tail=True)
             tail = TPTail(together, ranks, gather, shared.tail_rows, has_keys=False)
             stand_ins["tp_tail"], tail.cost = tail, shared.tp_cost
@@ -253,8 +253,8 @@ class _Rank:
     def sees_groups(self, step: int | None) -> bool:
         return False
 
-    def begin(self, launch: Launch, step: int) -> SimpleNamespace:
-        """Begin to score a rollout, as `Scorer.begin` does; returns a `Scoring`."""
+    def begin(self, launch: StepBatch, step: int) -> SimpleNamespace:
+        """Begin to score a rollout, as `RewardManager.begin` does; returns a `RolloutRewards`."""
         self.texts.begin(step, launch.groups)
         runner: Any = self.sampler.engine.runner
         runner.own = frozenset(group.name for group in launch.groups)
@@ -281,7 +281,7 @@ class _Rank:
         counts = rollout.acceptance
         own = [wait.end_s - gen.begin_s, rollout.own_forwards, waited_s]
         own += [rollout.drafted_tokens, counts.draft_tokens, counts.accepted_tokens]
-        gathered = ranks.gather(np.array(own, np.float64))
+        gathered = ranks.all_gather(np.array(own, np.float64))
         seconds, forwards = gathered[:, :2].max(axis=0).tolist()
         drafted, proposed, accepted = gathered[:, 3:].sum(axis=0).astype(int).tolist()
         lane = [

@@ -16,7 +16,7 @@ import numpy as np
 from scipy.optimize import brentq
 
 from bubblespec.engine.arrays import ragged
-from bubblespec.engine.batch import Batch, Drawn, Runner, SamplingParams
+from bubblespec.engine.batch import Batch, Runner, SamplerOutput, SamplingParams
 from bubblespec.engine.engine import Engine
 from bubblespec.engine.pages import Pages
 from bubblespec.engine.sampling import stream_keys
@@ -74,7 +74,7 @@ class SimulatedRunner(Runner):
         for array in (self.said, self.end, self.name, self.drafter_knows):
             array[target] = array[source]
 
-    def launch(self, batch: Batch, params: SamplingParams) -> Callable[[], Drawn]:
+    def launch(self, batch: Batch, params: SamplingParams) -> Callable[[], SamplerOutput]:
         """Advance the clock and read the texts; log-probabilities are 0."""
         if self.together is None:
             prices, groups = self.prices, self.name[batch.slots, :2].tolist()
@@ -87,7 +87,7 @@ class SimulatedRunner(Runner):
         slot = batch.slots[row]
         position = np.minimum(batch.generated[row] + offset, self.end[slot])
         token = self.said[slot, position].astype(np.int64)
-        return lambda: Drawn(token, np.zeros(len(token)))
+        return lambda: SamplerOutput(token, np.zeros(len(token)))
 
 
 COPY_SHARE = 0.4  # of a copy without a cost of its own, see `CopyModel`
@@ -132,7 +132,7 @@ class CopyModel:
 
 
 class SimulatedChains:
-    """A `ChainRunner` for a `SimulatedRunner`; warm start, training and renewals take no time.
+    """A `DraftModelRunner` for a `SimulatedRunner`; warm start, training and renewals take no time.
 
     The sample and the position decide whether a token is right, and its lead: UNSURE_RIGHT of the
     tokens with a small lead are, and almost all others. Where fewer are right, all leads are
@@ -150,13 +150,13 @@ class SimulatedChains:
         self._unsure_right = 1 - (1 - acceptance) / max(self._unsure, 1e-9)
 
     def can_draft(self, slots: np.ndarray) -> np.ndarray:
-        """Whether chains can begin, as `ChainRunner.can_draft` does."""
+        """Whether chains can begin, as `DraftModelRunner.can_draft` does."""
         return slots >= 0
 
     def draw(
         self, slots: np.ndarray, number: int, tokens: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray, int]:
-        """Propose a token for each of some rows, as `ChainRunner.draw` does."""
+        """Propose a token for each of some rows, as `DraftModelRunner.draw` does."""
         engine, runner, fed = self.engine, self.runner, len(slots)
         if self.catches_up and number == 0:
             cached = engine.cached[slots]
@@ -165,8 +165,8 @@ class SimulatedChains:
         positions = int(engine.length[slots].sum()) + number * len(slots)
         runner.advance(self.cost(Load(len(slots), fed, 0, positions)))
         generated = (engine.length - engine.prompt_length)[slots] + number
-        uid, visit, sample = runner.name[slots].T
-        bits = stream_keys(1, uid, visit, sample, generated)[:, :2].view(np.uint32)
+        prompt_id, draw_index, sample = runner.name[slots].T
+        bits = stream_keys(1, prompt_id, draw_index, sample, generated)[:, :2].view(np.uint32)
         unsure, right = ((bits + 0.5) * 2.0**-32).T
         is_unsure = unsure < self._unsure
         is_right, end = ~is_unsure | (right < self._unsure_right), runner.end[slots]

@@ -5,7 +5,7 @@ changes with a probability of distance**drift / run. Whether a token stays is on
 position, compared with that probability, which grows with the distance in updates: drafts by older
 weights get less far. After the mismatch tokens are replaced, inserted and omitted, so that
 positions shift; suffix matching follows the text for a while and loses it again. All of this is a
-function of (seed, step, uid, sample), the distance in updates, and the tokens so far.
+function of (seed, step, prompt_id, sample), the distance in updates, and the tokens so far.
 """
 
 import dataclasses
@@ -36,7 +36,7 @@ SPARE_STEPS = 5  # of prompts, for tail batching: it launches up to four times a
 NOTHING = np.empty(0, np.int64)
 
 Key = tuple[int, int, int]
-"""Step, uid and sample of a response."""
+"""Step, prompt_id and sample of a response."""
 
 
 @dataclass(frozen=True)
@@ -89,8 +89,8 @@ class Spec:
 
         Two later versions have nothing in common after their first mismatches. true: int64 [L], the
         response, cut at `limit` tokens if its last is not `stop`."""
-        step, uid, sample = key
-        key = (step, uid, sample + max(distance, 0) * LATER)
+        step, prompt_id, sample = key
+        key = (step, prompt_id, sample + max(distance, 0) * LATER)
         hazard = abs(distance) ** self.drift / self.run if distance else 0.0
         chance = -math.expm1(-hazard)
         leaves = self.random(key, MISMATCH).random(len(true)) < chance
@@ -151,7 +151,7 @@ class Workload:
     batches: list[list[Prompt]]
     """Prompts by step. Tail batching draws from those beyond `num_steps`, too."""
     responses: dict[Key, np.ndarray]  # int64 [L], with the stop token unless truncated
-    steps: dict[tuple[int, int], int]  # of visits in the order of the data, by uid and visit
+    steps: dict[tuple[int, int], int]  # of visits in the order of the data, by prompt_id and visit
     num_steps: int
     max_prompt_length: int
     spec: Spec
@@ -179,7 +179,7 @@ class Workload:
         return self.batches[step] if step < len(self.batches) else []
 
     def key(self, sample: SampleId) -> Key:
-        return self.steps[sample.uid, sample.visit], sample.uid, sample.sample
+        return self.steps[sample.prompt_id, sample.draw_index], sample.prompt_id, sample.sample
 
 
 class Texts:
@@ -238,28 +238,28 @@ def make_synthetic(spec: Spec, num_prompts: int, num_generations: int) -> Worklo
     steps: dict[tuple[int, int], int] = {}
     for step in range(spec.steps + SPARE_STEPS):
         epoch, first = divmod(step, steps_per_epoch)  # `first` has the same prompts first
-        uids = range(first * num_prompts + 1, (first + 1) * num_prompts + 1)
+        prompt_ids = range(first * num_prompts + 1, (first + 1) * num_prompts + 1)
         batches.append([])
-        for uid in uids:
-            random = spec.random((first, uid, 0), TEXT)
+        for prompt_id in prompt_ids:
+            random = spec.random((first, prompt_id, 0), TEXT)
             length = random.integers(max(spec.prompt // 2, 1), spec.prompt * 3 // 2 + 1)
             ids = tuple(random.integers(0, VOCABULARY, length).tolist())
-            batches[-1].append(Prompt(uid, "", ids, {}))
-            steps[uid, epoch] = step
-        for uid, sample in itertools.product(uids, range(num_generations)):
-            before = responses.get((step - steps_per_epoch, uid, sample))
-            responses[step, uid, sample] = _response(spec, (step, uid, sample), before)
+            batches[-1].append(Prompt(prompt_id, "", ids, {}))
+            steps[prompt_id, epoch] = step
+        for prompt_id, sample in itertools.product(prompt_ids, range(num_generations)):
+            before = responses.get((step - steps_per_epoch, prompt_id, sample))
+            responses[step, prompt_id, sample] = _response(spec, (step, prompt_id, sample), before)
     return Workload(batches, responses, steps, spec.steps, 2 * spec.prompt, spec)
 
 
 def _response(spec: Spec, key: Key, before: np.ndarray | None) -> np.ndarray:
     """Create a response, edited from the same sample in the epoch before if there is one."""
-    step, uid, sample = key
-    key = (step, uid, sample + 1)
+    step, prompt_id, sample = key
+    key = (step, prompt_id, sample + 1)
     random = spec.random(key, TEXT)
     if before is not None:
         return edited(before, spec.max, STOP, 0, share=spec.edited, random=random)
-    common = spec.random((step, uid, 1 << 12), TEXT).standard_normal()
+    common = spec.random((step, prompt_id, 1 << 12), TEXT).standard_normal()
     own = random.standard_normal()
     score = math.sqrt(SHARED_VARIANCE) * common + math.sqrt(1 - SHARED_VARIANCE) * own
     # The mean of a lognormal is exp(mu + sigma**2 / 2).

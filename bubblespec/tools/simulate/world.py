@@ -156,10 +156,10 @@ class SimulatedRanks(Ranks):
         sleep = partial(world.advance, rank)
         self.clock: Any = SimpleNamespace(perf_counter=now, monotonic=now, sleep=sleep)
 
-    def sum_(self, tensor: torch.Tensor) -> torch.Tensor:
+    def all_reduce_(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.copy_(sum(self.gather_ragged(tensor.clone())))
 
-    def gather(self, array: np.ndarray) -> np.ndarray:
+    def all_gather(self, array: np.ndarray) -> np.ndarray:
         return np.stack(self.gather_ragged(array))
 
     def gather_ragged(self, array):
