@@ -32,10 +32,10 @@ from bubblespec.engine.batch import (
     Batch,
     Plan,
     RowPosition,
+    RowUpdates,
     Runner,
     SamplerOutput,
     SamplingParams,
-    Texts,
     draft_of,
     num_accepted,
 )
@@ -73,7 +73,7 @@ class KnownText(Runner):
         return time.thread_time() - self.own_s + self.waited_s
 
     def launch_ahead(
-        self, plan: Plan, texts: Texts, params: SamplingParams, batch: Batch | None
+        self, plan: Plan, texts: RowUpdates, params: SamplingParams, batch: Batch | None
     ) -> Callable[[], SamplerOutput]:
         packed(plan, MAX_Q)
         now_s, begin_s = self.now_s(), time.thread_time()

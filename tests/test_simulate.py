@@ -14,7 +14,7 @@ from bubblespec.planner.place import place_in_turn
 from bubblespec.telemetry.timeline import KINDS
 from bubblespec.tools.simulate.run import counted, simulate
 from bubblespec.tools.simulate.runner import CopyModel, DrafterModel
-from bubblespec.tools.simulate.workload import STOP, RowUpdates, Spec, Workload
+from bubblespec.tools.simulate.workload import STOP, SimulatedTexts, Spec, Workload
 from bubblespec.tools.simulate.world import World
 from bubblespec.types import Group, Load
 from tests.helpers.simulated import (
@@ -142,7 +142,7 @@ def test_deferred_sample_continues_under_later_weights():
     """Drafts by weights before the sample's own step do not foresee the later text."""
     workload = make_workload(steps=6, mean=200.0, run=40.0)
     group = Group(workload.batch(0, 1, 4)[0], 0)
-    sample, texts = group.sample(0), RowUpdates(workload)
+    sample, texts = group.sample(0), SimulatedTexts(workload)
     true = workload.responses[1, sample.prompt_id, 0]
     draft = texts.text(sample, 300)  # by the weights of step 0
     np.testing.assert_array_equal(texts.text(sample, 300, draft[:20]), draft)

@@ -22,7 +22,7 @@ from bubblespec.tools.simulate.recorded import (
     sections_of,
 )
 from bubblespec.tools.simulate.run import simulate
-from bubblespec.tools.simulate.workload import RowUpdates
+from bubblespec.tools.simulate.workload import SimulatedTexts
 from bubblespec.types import Draft, Group, Load, Prompt, SampleId
 from tests.helpers.checks import refusal
 from tests.helpers.clocks import forward_seconds, train_in_virtual_time
@@ -121,7 +121,7 @@ def test_recorded_drafts_are_replayed(drafting):
     for row in rows_of(drafting, "responses"):
         if row["draft_tokens"] and row["draft_finished"]:
             sample = SampleId(row["uid"], row["visit"], row["sample"])
-            text = RowUpdates(workload).text(sample, 10_000)
+            text = SimulatedTexts(workload).text(sample, 10_000)
             assert text.tolist()[: len(row["draft_tokens"])] == row["draft_tokens"]
             num_compared += 1
     assert num_compared

@@ -10,9 +10,9 @@ from bubblespec.engine.batch import (
     Batch,
     Plan,
     RowPosition,
+    RowUpdates,
     SamplerOutput,
     SamplingParams,
-    Texts,
     draft_of,
     is_stop,
     num_accepted,
@@ -49,7 +49,7 @@ class LateRunner(ModelRunner):
             of[target] = of[source]
 
     def launch_ahead(
-        self, plan: Plan, texts: Texts, params: SamplingParams, batch: Batch | None
+        self, plan: Plan, texts: RowUpdates, params: SamplingParams, batch: Batch | None
     ) -> Callable[[], SamplerOutput]:
         row, offset = ragged(texts.length)
         self.tokens[texts.slots[row], offset] = texts.tokens

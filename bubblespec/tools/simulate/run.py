@@ -38,7 +38,7 @@ from bubblespec.tools.simulate.runner import (
     copy_chains,
     drafter_chains,
 )
-from bubblespec.tools.simulate.workload import Texts, Workload
+from bubblespec.tools.simulate.workload import SimulatedTexts, Workload
 from bubblespec.tools.simulate.world import SimulatedRanks, SimulatedTicks, World
 from bubblespec.types import Row, StepBatch
 
@@ -207,7 +207,11 @@ class _Rank:
     takes_environments = False
 
     def __init__(self, shared: _Shared, ranks: SimulatedRanks):
-        self.workload, self.texts, self.ranks = shared.workload, Texts(shared.workload), ranks
+        self.workload, self.texts, self.ranks = (
+            shared.workload,
+            SimulatedTexts(shared.workload),
+            ranks,
+        )
         config, engine = shared.config, shared.engine(ranks, self.texts.of_row)
         stand_ins: list[Any] = [self.workload, self]  # of a PromptSet and a Scorer
         run = Run(config, ranks, virtual=self._stand_ins(shared, engine))

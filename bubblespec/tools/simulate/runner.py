@@ -24,7 +24,7 @@ from bubblespec.errors import InputError
 from bubblespec.mechanisms.drafter.mechanism import CONTEXT, MAX_CHAIN_LENGTH
 from bubblespec.mechanisms.episodes.environments import Observation, Outcome
 from bubblespec.planner.prices import Prices
-from bubblespec.tools.simulate.workload import NOTHING, OBSERVED, Texts
+from bubblespec.tools.simulate.workload import NOTHING, OBSERVED, SimulatedTexts
 from bubblespec.tools.simulate.world import SimulatedRanks
 from bubblespec.types import Load, Prompt, Row
 
@@ -205,7 +205,7 @@ class SimulatedEnvironments:
 
     form = SimpleNamespace(adds_text=False, has_reward=False)
 
-    def __init__(self, ranks: SimulatedRanks, texts: Texts, num_workers: int):
+    def __init__(self, ranks: SimulatedRanks, texts: SimulatedTexts, num_workers: int):
         """num_workers: workers with one call at a time each, and as many for drafts."""
         self.ranks, self.texts = ranks, texts
         self._free_s = {is_draft: [0.0] * num_workers for is_draft in (False, True)}

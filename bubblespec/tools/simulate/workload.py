@@ -182,7 +182,7 @@ class Workload:
         return self.steps[sample.prompt_id, sample.draw_index], sample.prompt_id, sample.sample
 
 
-class Texts:
+class SimulatedTexts:
     """What each sample says under the weights of each step, on one rank.
 
     Before a sample is launched, weights of older steps draft it. If it is deferred, the weights of
