@@ -28,6 +28,9 @@ NOISE, NOISE_ROLLOUTS = 0.06, 6
 # no series of unlucky draws keeps a part off for long.
 STRIDES = (5**0.5 / 2 - 0.5, 2**0.5 - 1.0)
 MAX_SURPRISE = 0.3  # log seconds; beyond, something else has interrupted the rollout
+WARM_UP = (
+    3  # rollouts before the first choice: drafts are few while it is unknown how far they hold
+)
 
 
 class Chooser:
@@ -74,7 +77,7 @@ class Chooser:
         if is_timed and before is not None and (DRAFTS in off or DRAFTS not in before):
             self._learn(float(np.log(seconds / expected_s)), off, before)
         chosen = coming  # a change holds for two steps: a rollout lives on drafts of the one before
-        if coming == off and self._noise[0]:
+        if coming == off and self._noise[0] > WARM_UP - 0.5:
             chosen = self._draw(step + 2)
         self._off = {step: off, step + 1: coming, step + 2: chosen}
 
@@ -83,13 +86,13 @@ class Chooser:
         # Half of a part's effect comes with the drafts that were made with it a rollout earlier.
         shares = [1.0 - ((name in off) + (name in before)) / 2 for name in self.parts]
         x = np.array([1.0, *shares]) if DRAFTS not in off else np.eye(1 + len(shares))[0]
-        surprise = float(np.clip(log_s - x @ self._mean, -MAX_SURPRISE, MAX_SURPRISE))
+        surprise = min(float(log_s - x @ self._mean), MAX_SURPRISE)
         count, squares = self._noise
         variance = (squares + NOISE_ROLLOUTS * NOISE**2) / (count + NOISE_ROLLOUTS)
         gain = self._covariance @ x / (x @ self._covariance @ x + variance)
         self._mean = self._mean + gain * surprise
         self._covariance = self._covariance - np.outer(gain, x @ self._covariance)
-        self._noise = KEPT * self._noise + np.array([1.0, surprise**2])
+        self._noise = KEPT * self._noise + np.array([1.0, min(surprise**2, MAX_SURPRISE**2)])
 
     def _draw(self, step: int) -> frozenset[str]:
         """Choose by drawn effects."""

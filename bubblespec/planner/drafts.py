@@ -21,7 +21,7 @@ RETRY_STEPS = 8  # interval of drafting steps where even the freshest drafts are
 MIN_ACCEPTED_SHARE = 0.2  # older drafts, of which less is accepted, are not made
 # Co-scheduled drafts must save this many times their cost: both are estimates, and the best of many
 # counts is taken. The cost is not shared: all ranks wait for the one that drafts.
-MIN_RETURN = 1.25
+MIN_RETURN = 2.0
 MAX_COUNTS = 9  # numbers of drafts of one step that are compared
 # Cost of co-scheduled drafts, relative to the rollout, while no draft of the run has been verified.
 UNVERIFIED_SHARE = 0.15
