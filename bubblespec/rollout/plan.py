@@ -88,7 +88,7 @@ class IdleTask:
         use.seconds += span.end_s - span.begin_s
 
 
-class EpisodeDriver:
+class RowFeed:
     """Feeds the rows of one rollout on one rank.
 
     By default all rows go into the engine at once, and are complete when they leave it.
@@ -147,7 +147,7 @@ class RolloutPlan:
     """Scores of the responses, `RolloutRewards` (rewards/scorer.py); None without any."""
     cost: CostModel | None = None
     """Learns from every forward."""
-    feed: EpisodeDriver = field(default_factory=EpisodeDriver)
+    feed: RowFeed = field(default_factory=RowFeed)
     take_over: Any = None
     """What finishes the unfinished rows of all ranks in place of the loop, on all ranks or on none.
     `is_near(table)`: whether that may be due soon, so that ticks have to stay frequent;

@@ -25,7 +25,7 @@ from bubblespec.mechanisms.episodes.forms import load_form
 from bubblespec.mechanisms.episodes.tokens import tokenize_with
 from bubblespec.planner.drafts import MAX_LOOKAHEAD
 from bubblespec.records import StepRecord
-from bubblespec.rollout.plan import EpisodeDriver, Mechanism, RankView, RolloutPlan
+from bubblespec.rollout.plan import Mechanism, RankView, RolloutPlan, RowFeed
 from bubblespec.rollout.sampler import Sampler
 from bubblespec.types import Prompt, Row
 
@@ -74,7 +74,7 @@ class _Episode:
     """Whether the environment failed at the beginning, so that the first turn ends the episode."""
 
 
-class Episodes(EpisodeDriver):
+class Episodes(RowFeed):
     """The feed of one rollout with environments."""
 
     def __init__(self, sampler: Sampler, environments: Environments, prompts: Iterable[Prompt]):
