@@ -240,7 +240,7 @@ def test_forwards_are_timed_in_graphs(monkeypatch):
 
     timed = []
 
-    def once(action) -> float:
+    def once(action, *_) -> float:
         timed.append(action())
         return 1.0
 

@@ -66,7 +66,9 @@ def test_best_work_saves_most_per_second(drafts_save, has_rows):
     """A rank whose own rows wait works beside its drafts; another does what saves most."""
     works = [FakeWork(1.0, 2.0), FakeWork(0.5, 1.5), FakeWork(1.0, 9.0, is_due=False)]
     ahead = SimpleNamespace(rate=drafts_save, capacity=lambda: 7)
-    loop = loop_of(view_of().engine, ALONE, PARAMS, rows_of(0)[:has_rows], works=works, ahead=ahead)
+    loop = loop_of(
+        view_of().engine, ALONE, PARAMS, rows_of(0)[:has_rows], works=works, idle_drafts=ahead
+    )
     wanted = None if drafts_save > 3.0 and not has_rows else works[1]
     assert loop._best_work() is wanted
     takes_drafts = has_rows or wanted is None

@@ -148,7 +148,7 @@ def test_drafts_are_assigned_by_who_has_rows_left():
         np.array([1]),
     )
     loop.plan, loop.board, loop.selects = SimpleNamespace(take_over=None), SimpleNamespace(), False
-    loop.ahead = SimpleNamespace(assign=lambda *arguments: given.append(arguments))
+    loop.idle_drafts = SimpleNamespace(assign=lambda *arguments: given.append(arguments))
     facts = [np.array([room, 0.0]) for room in (2.0, 5.0)]
     loop._act_on([RankState(3, False, facts[0]), RankState(0, False, facts[1])])
     assert given == [([2, 5], [True, False])]

@@ -331,8 +331,10 @@ def test_placement_uses_lengths_of_earlier_epochs(monkeypatch):
         assert all((ranks[:, 0] == ranks[:, 1]).all() for ranks in owners) == are_whole
 
 
-def test_costs_count_chains_where_the_next_rollout_has_them():
+def test_costs_count_chains_where_the_next_rollout_has_them(monkeypatch):
     """Whether or not the rollout that they are learned from had any."""
+    choices = [frozenset(), frozenset(["copy"]), frozenset(["copy", DRAFTS])]
+    monkeypatch.setattr(Chooser, "_draw", lambda chooser, step: choices[step // 3 % 3])
     stats, groups = RunStats(cost=fixed_cost()), groups_of(0)
     stats.chains = lambda context: np.full(len(CHAIN_ROWS), 0.5)
     stats.chooser = Chooser([DRAFTS])

@@ -9,7 +9,7 @@ from bubblespec.setup import build
 from tests.helpers.clocks import virtual_time
 from tests.helpers.runs import SHORT
 
-SEAMS = {"Sampler.mechanisms", "ChainSource.runner", "ModelRunner.forward"}
+SEAMS = {"Sampler.mechanisms", "DraftModelSource.runner", "ModelRunner.forward"}
 SEAMS |= {"ModelRunner.followers", "Learner.after_update", "Learner.early", "Learner.on_hidden"}
 PARTS = ["speculative.method=bubble+suffix+quantized", "speculative.planning=always"]
 PARTS += ["optim.stream_gradients=true"]
@@ -50,6 +50,6 @@ def test_core_reaches_mechanisms_by_seams_alone(tmp_path):
         made = build(load_config("configs/tiny_cpu_bulk.yaml", overrides), ranks)
         made.lock.close()
     found = edges_of(made)
-    assert {"Sampler.mechanisms", "ChainSource.runner", "Learner.early"} <= found <= SEAMS
+    assert {"Sampler.mechanisms", "DraftModelSource.runner", "Learner.early"} <= found <= SEAMS
     made.sampler.stats.chains = made.sampler.mechanisms[-1].metrics
     assert edges_of(made) - found == {"RunStats.chains"}

@@ -72,7 +72,7 @@ def trl_loss_and_gradient(model, samples, old: list, reference: list, loss: dict
     prompts, prompt_mask = padded(prompt_tokens, "left")
     tokens, mask = padded(samples.tokens, "right")
     tool_mask = padded([completion_mask(logprob) for logprob in samples.logprob], "right")[0]
-    inputs = {"prompt_tokens": prompts, "prompt_mask": prompt_mask, "completion_ids": tokens}
+    inputs = {"prompt_ids": prompts, "prompt_mask": prompt_mask, "completion_ids": tokens}
     inputs |= {"completion_mask": mask, "tool_mask": tool_mask}
     inputs |= {"advantages": torch.from_numpy(ADVANTAGES), "num_items_in_batch": tool_mask.sum()}
     inputs |= {"old_per_token_logps": padded(old, "right", torch.float64)[0]}

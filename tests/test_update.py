@@ -171,7 +171,7 @@ def test_nonfinite_update_leaves_weights_unchanged(make_model, monkeypatch, wher
                         ranks, "all_gather", lambda array, nan=nan: np.stack((array, nan(array)))
                     )
                 else:
-                    patch.setattr(ranks, "sum_", lambda tensor: tensor.add_(math.nan))
+                    patch.setattr(ranks, "all_reduce_", lambda tensor: tensor.add_(math.nan))
                 metrics, _ = learner.update(samples, advantages, 0)
             if where == "gradient":
                 hook.remove()

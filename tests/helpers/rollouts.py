@@ -204,7 +204,7 @@ class World:
             return step_engine(*arguments)
 
         self.engine.step = noted_step
-        parts = {"proposer": self.proposer, "board": self.board, "ahead": ahead}
+        parts = {"proposer": self.proposer, "board": self.board, "idle_drafts": ahead}
         record = loop_of(self.engine, self.board.ranks, PARAMS, rows, **parts).run()
         del self.engine.step
         assert [(each.own_rows, each.ahead_rows) for each in record.forwards] == forwards

@@ -9,6 +9,7 @@ import os
 import re
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import NamedTuple
@@ -136,13 +137,14 @@ def training():
 
 def rows(ops, num_stops: int):
     from bubblespec.engine.ops import triton_rows
-    from bubblespec.engine.ops.view import RowState
+    from bubblespec.engine.ops.view import AttentionMetadata, RowState
 
-    shapes = [(8, 64), (4, 8), (8, 4), (512,), (3, 8), (64,), (64,), (64,), (9,), (8,)]
-    shapes += [(64,), (64, 4), (64,)]
-    state = RowState(*(zeros(*shape, dtype=torch.int32) for shape in shapes))
+    int32 = partial(zeros, dtype=torch.int32)
+    shapes = [(8, 64), (4, 8), (8, 4), (512,), (3, 8), (64,), (64, 4), (64,)]
+    state = RowState(*(int32(*shape) for shape in shapes), zeros(128, dtype=torch.float64))
+    view = AttentionMetadata(int32(64), int32(64), int32(9), int32(8), int32(9, 5), 4, 80, 64)
     triton_rows.stand(state)
-    triton_rows.fill(state, zeros(9, 5, dtype=torch.int32), 16, 640)
+    triton_rows.fill(state, int32(64), view, 16, 640)
     triton_rows.sampled(state, 64)
     token, stops = zeros(64, dtype=torch.int64), zeros(num_stops, dtype=torch.int32)
     triton_rows.accept(state, token, stops)
