@@ -248,7 +248,7 @@ def play_step(world: World, step: int, ranks: SimulatedRanks) -> dict:
     plans = [plan._replace(co_scheduled=number < half) for number, plan in enumerate(plans)]
     parts = (plans, world.store, world.proposer, world.proposer.cost)
     ahead = DraftAhead(*parts, version=step, max_new_tokens=LIMIT)
-    options = {"proposer": world.proposer, "board": world.board, "ahead": ahead}
+    options = {"proposer": world.proposer, "board": world.board, "idle_drafts": ahead}
     record = loop_of(world.engine, ranks, PARAMS, rows, **options).run()
     for group in groups_of(step, FOUR_PROMPTS):
         world.store.drop(map(group.sample, range(2)))

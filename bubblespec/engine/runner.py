@@ -124,9 +124,8 @@ class ModelRunner(Runner):
         for follower in self.followers:
             follower.note(batch, hidden)
         if len(batch.slots) == 0:
-            return partial(
-                drawn, reading(hidden.new_empty(2, 0, dtype=torch.float64))
-            )  # waits for the forward alone
+            nothing = hidden.new_empty(2, 0, dtype=torch.float64)
+            return partial(drawn, reading(nothing))  # waits for the forward alone
         num_sampled = batch.num_draft + 1
         row, offset = ragged(num_sampled)
         packed = (np.cumsum(batch.count)[batch.slots] - num_sampled)[row] + offset
