@@ -198,5 +198,5 @@ def test_draft_is_charged_in_the_rollout_that_it_was_made_for():
     made = Counts(1.0, 0.0, 0.0, drafted=30.0, begun=2.0)
     for step, (counts, used_share) in enumerate([(made, 0.0), (made, 0.5), (NOTHING, 1.0)]):
         stats._choose(step, 12.0, counts, used_share)
-    assert seen == [(0, 8.0, 10.0), (1, 10.0, 10.0), (2, 12.0, 10.0)]
+    assert seen == [(0, 8.0, 4.5), (1, 10.0, 4.5), (2, 12.0, 4.5)]
     assert stats.invested_s == 0.0

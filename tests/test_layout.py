@@ -35,12 +35,12 @@ CEILINGS = {
     "bubblespec.engine.runner": 3982,
     "examples.minimal_loop": 5828,
     "bubblespec.rollout.loop": 4035,
-    "bubblespec.rollout.sampler": 7347,
-    "bubblespec.trainer": 12072,
+    "bubblespec.rollout.sampler": 7346,
+    "bubblespec.trainer": 12071,
     "bubblespec.checkpoint": 2476,
 }
 # The same for a file, the package and the tests; the aim is 18,000 and 21,000.
-MAX_LINES = {"file": 600, "package": 27628, "tests": 30753}
+MAX_LINES = {"file": 600, "package": 27627, "tests": 30753}
 
 
 def name_of(path: Path) -> str:

@@ -18,8 +18,8 @@ from statistics import NormalDist
 import numpy as np
 
 DRAFTS = "drafts"  # a TP tail that is entered by cost included
-# Normal prior in log seconds, means and standard deviations. A rollout with drafts that takes less
-# than the prices expect of one without shows their effect, as the base is known to BASE_ERROR.
+# Normal prior in log seconds, means and standard deviations. The base is the error of the model of
+# forwards. Prices would not do: fitted to rollouts with drafts, they take up what drafts cost.
 BASE_ERROR, EFFECT, EFFECT_ERROR = 0.1, -0.05, 0.15
 KEPT = 1 - 1 / 300  # of an effect's distance from its prior's mean, per rollout
 # Standard deviation of a rollout's log seconds, as if seen in so many of them before.
@@ -65,7 +65,7 @@ class Chooser:
     def observe(self, step: int, seconds: float, expected_s: float) -> None:
         """Learn the first rollout of a step, and choose for the step after the next one.
 
-        seconds: measured; expected_s: of the same responses without drafts."""
+        seconds: measured; expected_s: modelled of the same responses without drafts."""
         if step + 2 in self._off or not self.parts:
             return  # a further rollout, of dynamic sampling, which has no drafts
         off, coming, before = self.off(step), self.off(step + 1), self._off.get(step - 1)

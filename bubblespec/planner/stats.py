@@ -145,8 +145,7 @@ class RunStats:
         used_s = used_share * self.invested_s
         self.invested_s += made_s - used_s
         charged_s = measured_s - made_s + used_s * (DRAFTS not in self.chooser.off(step))
-        expected_s = prices.rollout_s + prices.forward * self.modelled_s
-        self.chooser.observe(step, charged_s, expected_s)
+        self.chooser.observe(step, charged_s, self.modelled_s)
 
     def observe_samples(self, samples: Samples) -> None:
         """Learn lengths from the samples of a step."""
