@@ -89,7 +89,7 @@ class Draft:
     version: int = 0
     """Updates of the weights that last extended the draft."""
     reward: float = 0.0
-    """Of a response of an earlier epoch."""
+    """Reward, where the draft is a response of an earlier epoch."""
 
 
 class StepBatch(NamedTuple):

@@ -176,9 +176,7 @@ def test_a_checkpoint_of_another_version_is_refused(saver):
         json.dump(state, file)
     names = sorted(set(os.listdir(folder)) - {SUMS_FILE}, key=lambda name: name == STATE_FILE)
     with open(os.path.join(folder, SUMS_FILE), "w", encoding="utf-8") as file:
-        file.writelines(
-            f"{all_reduce_}  {name}\n" for name, all_reduce_ in _digests(folder, names).items()
-        )
+        file.writelines(f"{of}  {name}\n" for name, of in _digests(folder, names).items())
     assert find_damage(folder) is None
     message = refusal(find_checkpoint, saver.config, ALONE)
     assert message.startswith(f"run.resume_from_checkpoint: {folder} was written by another")

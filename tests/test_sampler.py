@@ -173,14 +173,17 @@ def test_chosen_steps_do_without_drafts(monkeypatch):
         assert any(record.acceptance.draft_tokens for record in records) != is_off
 
 
-@pytest.mark.parametrize("method, ends", [("suffix", True), ("bubble", False)])
-def test_responses_of_earlier_visits_are_tried_once(method, ends):
+@pytest.mark.parametrize(
+    "method, off, ends",
+    [("suffix", OFF, True), ("bubble", OFF, False), ("suffix", frozenset(["copy"]), False)],
+)
+def test_responses_of_earlier_visits_are_tried_once(method, off, ends):
     sampler = start(method, new_model())
     for step in range(3):
-        sampler.stats.chooser._off = {step: OFF}
+        sampler.stats.chooser._off = {step: off}
         groups = groups_of(step)
         plan = sampler.plan(StepBatch(groups, len(groups), 2), step, groups)
-        assert (plan.without == OFF) != (ends and step == 1)
+        assert (plan.without == off) != (ends and step == 1)
 
 
 def test_rollout_without_drafts_is_placed_as_if_nothing_was_drafted(always_drafts):

@@ -265,9 +265,8 @@ def data_state(
 
 def fingerprints(prompts: Sequence[Prompt]) -> np.ndarray:
     """Return hashes of text, tokens and columns of each prompt, int64, equal in every process."""
-    found = [
-        fingerprint([p.prompt_id, p.token_ids, p.columns]) for p in prompts
-    ]  # prompt_id: hash of the text
+    # Ids are hashes of the texts.
+    found = [fingerprint([p.prompt_id, p.token_ids, p.columns]) for p in prompts]
     return np.array(found, np.int64)
 
 

@@ -77,9 +77,7 @@ class StepSchedule:
         """num_prompts: prompts that a step is trained on; num_generations: responses of each."""
         self.prompts, self.seed = prompts, seed
         self.num_prompts, self.num_generations = num_prompts, num_generations
-        self._visits: Counter[int] = (
-            Counter()
-        )  # of all groups drawn in finished steps, by prompt_id
+        self._visits: Counter[int] = Counter()  # of all groups of finished steps, by prompt_id
 
     @property
     def deferred(self) -> list[Group]:

@@ -15,9 +15,8 @@ import numpy as np
 from bubblespec.distributed.ranks import Ranks
 from bubblespec.types import Draft, SampleId
 
-HEADER = (
-    6  # prompt_id, draw_index, sample, number of tokens, is_finished + 2 * is_deferred, version
-)
+# prompt_id, draw_index, sample, number of tokens, is_finished + 2 * is_deferred, version
+HEADER = 6
 
 
 class TextStore:

@@ -146,9 +146,8 @@ class SuffixIndex:
         # the expected end in the draft minus the end of the row's text. Text 0 is empty: none.
         self.rows = np.zeros((16, 8), np.int64)
         self.indexed = np.zeros(16, np.int64)  # the next end to index
-        self.is_aligned = np.zeros(
-            16, bool
-        )  # whether the row has followed its draft from the start
+        self.is_aligned = np.zeros(16, bool)
+        """Whether the row has followed its draft from the start."""
         self.table = NgramTable()
         self._num_waiting = 0.0  # live tokens to index
         self._add_text(NOTHING, -1, HISTORY_OWNER, HISTORY, 0)

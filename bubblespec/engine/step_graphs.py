@@ -92,9 +92,8 @@ class DeviceRows:
             return
         state = self.state
         prompt_id, draw_index, sample = ids.T
-        counters = stream_counters(prompt_id, draw_index, sample, np.zeros_like(prompt_id)).view(
-            np.int32
-        )
+        nothing = np.zeros_like(prompt_id)
+        counters = stream_counters(prompt_id, draw_index, sample, nothing).view(np.int32)
         lengths = np.array((texts.length, texts.prompt_length, texts.total, texts.length * 0))
         row, offset = ragged(texts.length)
         place = texts.slots[row] * self.max_length + offset

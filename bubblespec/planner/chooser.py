@@ -22,15 +22,13 @@ DRAFTS = "drafts"  # a TP tail that is entered by cost included
 # forwards. Prices would not do: fitted to rollouts with drafts, they take up what drafts cost.
 BASE_ERROR, EFFECT, EFFECT_ERROR = 0.1, -0.05, 0.15
 KEPT = 1 - 1 / 300  # of an effect's distance from its prior's mean, per rollout
-# Standard deviation of a rollout's log seconds, as if seen in so many of them before.
+# Standard deviation of a rollout's log seconds; the prior weighs as much as so many rollouts.
 NOISE, NOISE_ROLLOUTS = 0.06, 6
 # Draws are quasi-random: multiples of these, modulo 1, are spread evenly (Kronecker's sequence), so
 # no series of unlucky draws keeps a part off for long.
 STRIDES = (5**0.5 / 2 - 0.5, 2**0.5 - 1.0)
 MAX_SURPRISE = 0.3  # log seconds; beyond, something else has interrupted the rollout
-WARM_UP = (
-    3  # rollouts before the first choice: drafts are few while it is unknown how far they hold
-)
+WARM_UP = 3  # rollouts learned before the first choice: drafts are few until some were verified
 
 
 class Chooser:

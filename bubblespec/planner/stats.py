@@ -60,7 +60,7 @@ class RunStats:
     tokens_per_step: float = 0.0
     """Response tokens of all ranks in a step, exponentially weighted."""
     draw_index: int = 0
-    """Visits that all prompts of a rollout so far had behind them."""
+    """How often all prompts of some rollout so far had been drawn before."""
     modelled_s: float = 0.0
     """Seconds that the model predicts for the latest rollout, in turn and without drafts."""
 

@@ -56,10 +56,8 @@ class DraftAhead:
         self.store, self.proposer, self.cost = store, proposer, cost
         self.version, self.max_new_tokens = version, max_new_tokens
         self.max_slowdown, self.worth_s = max_slowdown, min(worth_s, MAX_WORTH_S)
-        self._plans, self._open = (
-            iter(plans),
-            deque[DraftRequest](),
-        )  # unassigned; those in `_open` first
+        self._plans = iter(plans)
+        self._open = deque[DraftRequest]()  # unassigned, in front of those of `_plans`
         self._given: deque[DraftRequest] = deque()  # assigned to this rank, not yet in its engine
         self._accepted: list[DraftRequest] = []  # all that were assigned to this rank
         self._rows: set[Row] = set()  # unfinished drafts

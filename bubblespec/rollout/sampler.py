@@ -139,7 +139,11 @@ class Sampler:
         used: see `RolloutPlan`."""
         stats = self.stats
         draw_index = min((group.draw_index for group in launch.groups), default=0)
-        if draw_index > stats.draw_index == 0 and self.matches_texts and stats.chooser.off(step):
+        if (
+            draw_index > stats.draw_index == 0
+            and self.matches_texts
+            and DRAFTS in stats.chooser.off(step)
+        ):
             stats.chooser.forget()  # responses of the earlier visits are new matches
         stats.draw_index = max(stats.draw_index, draw_index)
         without = stats.chooser.off(step)

@@ -108,7 +108,7 @@ def try_step(trainer: Trainer) -> str:
     result = sampler.rollout(plan)
     samples, generated_s = result.samples, time.perf_counter()
     assert samples is not None
-    # Without those that an environment has continued.
+    # Of episodes only those of one turn: further turns begin behind an environment's answer.
     rows = [r for r in plan.rows.values() if not r.has_turns or completion_mask(r.logprob).all()]
     if problem := agree(partial(rows_problem, learner.model, rows, sampler.params, seed), ranks):
         raise RunFailed(problem)
