@@ -17,7 +17,15 @@ from bubblespec.engine.model_checks import prepare_model
 from bubblespec.engine.ops import torch_ops
 from bubblespec.engine.runner import ModelRunner
 from bubblespec.types import Row, SampleId
-from tests.helpers.models import ARCHITECTURES, GPT2, GQA, SMALL, VOCAB, config_of
+from tests.helpers.models import (
+    ARCHITECTURES,
+    GPT2,
+    GQA,
+    SMALL,
+    VOCAB,
+    config_of,
+    everything_in_full_precision,
+)
 
 LONGEST = 64
 WINDOW = 16
@@ -45,8 +53,16 @@ MOSHI = dict(SMALL, ffn_dim=96, sliding_window=WINDOW)
 for name in ("intermediate_size", "eos_token_id", "bos_token_id"):
     del MOSHI[name]
 LINEAR = {**GQA, **HEAD, "layer_types": ["linear_attention", "full_attention"]}
-LINEAR |= {"linear_num_value_heads": 2, "linear_num_key_heads": 2}
-LINEAR |= {"linear_key_head_dim": 8, "linear_value_head_dim": 8}
+LINEAR |= {"linear_num_value_heads": 4, "linear_num_key_heads": 2}
+LINEAR |= {"linear_key_head_dim": 8, "linear_value_head_dim": 16}
+NEXT = {**LINEAR, **EXPERTS, "num_experts": 4, "shared_expert_intermediate_size": 32}
+CONV = {"layer_types": ["conv", "full_attention"]}
+MAMBA2 = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_n_groups": 2}
+MAMBA2 |= {"mamba_chunk_size": 16}
+GRANITE = {**GQA, **MAMBA2, "layer_types": LINEAR["layer_types"]}
+NEMOTRON = {"layers_block_type": ["linear_attention", "mlp", "full_attention"]}
+NEMOTRON |= {"num_hidden_layers": 3, "mamba_num_heads": 8, "mamba_head_dim": 16}
+NEMOTRON |= {"ssm_state_size": 8, "n_groups": 2, "chunk_size": 16}
 FALCON = {"vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
 MAMBA = {"vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 2, "state_size": 4}
 T5 = {"vocab_size": VOCAB, "d_model": 32, "d_ff": 32, "num_layers": 1, "num_heads": 2}
@@ -100,6 +116,21 @@ SERVED = ARCHITECTURES | {
     "exaone4": ("Exaone4", GQA | HYBRID),
     "hunyuan": ("HunYuanDenseV1", GQA | HEAD),
 }
+# Layers with a state.
+HYBRIDS = {
+    "qwen3_5": ("Qwen3_5Text", LINEAR),
+    "qwen3_5_moe": ("Qwen3_5MoeText", NEXT),
+    "qwen3_next": ("Qwen3Next", NEXT),
+    "qwen3_next_dense": ("Qwen3Next", NEXT | {"mlp_only_layers": [0, 1]}),
+    "olmo_hybrid": ("OlmoHybrid", LINEAR),
+    "lfm2": ("Lfm2", GQA | CONV),
+    "lfm2_moe": ("Lfm2Moe", GQA | EXPERTS | CONV | {"num_experts": 4, "num_dense_layers": 1}),
+    "granite_hybrid": ("GraniteMoeHybrid", GRANITE | {"num_local_experts": 0}),
+    "nemotron_h": ("NemotronH", GQA | HEAD | NEMOTRON),
+    "falcon_h1": ("FalconH1", GQA | HEAD | MAMBA2 | {"mamba_d_ssm": 128}),
+    "bamba": ("Bamba", GQA | MAMBA2 | {"attn_layer_indices": [1]}),
+}
+SERVED |= HYBRIDS
 
 
 def build(kind: str, base: dict, dtype: torch.dtype = torch.float64):
@@ -113,9 +144,11 @@ def build(kind: str, base: dict, dtype: torch.dtype = torch.float64):
 
 
 @pytest.mark.parametrize("name", SERVED)
-def test_greedy_equals_generate(name):
+def test_greedy_equals_generate(name, monkeypatch):
     """In float64, where nothing but an equal computation gives equal tokens throughout."""
     reference, model = build(*SERVED[name]), build(*SERVED[name])
+    if name in HYBRIDS:
+        everything_in_full_precision(monkeypatch, model)
     if hasattr(reference.config, "num_experts_per_tok"):
         reference.set_experts_implementation("eager")  # torch's grouped product has no float64
     rng = np.random.default_rng(0)

@@ -216,6 +216,8 @@ class Runner:
     max_num_batched_tokens: int  # in a forward, at least num_slots
     pages: Pages | None  # of keys and values; None where each slot has room for a whole row
     is_shared = False  # whether ranks compute each forward together
+    window: int | None = None
+    """Most tokens that a row with a draft may feed, where rows have states; None where not."""
 
     @property
     def supports_overlap(self) -> bool:
@@ -247,8 +249,15 @@ class Runner:
     def move(self, source: int, target: int, length: int) -> None:
         """Move the first `length` positions of a row to slot `target`, where the row continues."""
 
-    def share(self, source: np.ndarray, target: np.ndarray, length: np.ndarray) -> None:
-        """Give slots `target` the first `length` positions of slots `source`, int64 [n] each."""
+    def share(
+        self, source: np.ndarray, target: np.ndarray, length: np.ndarray, states: np.ndarray
+    ) -> None:
+        """Give slots `target` the first `length` positions of slots `source`, int64 [n] each.
+
+        states: int64 [n], slots that have just read these, or `num_slots` for what was kept."""
+
+    def keep(self, slot: int) -> None:
+        """Keep the states of a slot for `share`, in place of those kept before."""
 
     def reset(self) -> None:
         """Note that no slot has a row, and that the weights may have changed."""

@@ -12,7 +12,7 @@ Shape legend: N positions, V rows of the head's weight, T tokens checked.
 
 from collections.abc import Callable, Iterator, Sequence
 from copy import copy
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -22,9 +22,11 @@ from transformers import PreTrainedModel
 
 from bubblespec.engine.attention import own_modules
 from bubblespec.engine.kv_cache import LANES, PAGE, CachePacking, KVCache, pack_rows
-from bubblespec.engine.model import OutputHead
+from bubblespec.engine.model import OutputHead, state_layers
 from bubblespec.engine.ops import ops_for, torch_ops
+from bubblespec.engine.ops.view import Norm
 from bubblespec.engine.pages import Pages
+from bubblespec.engine.states import StateCache
 
 Compute = Callable[[torch.Tensor], torch.Tensor]  # hidden states or logits of token ids int64 [N]
 Hidden = Callable[[torch.Tensor, CachePacking], torch.Tensor]  # see `ModelForward.hidden`
@@ -44,7 +46,8 @@ def difference(
     found, reference = got(ids), wanted(ids)
     scale = reference.abs().max().clamp(min=torch.finfo(reference.dtype).tiny)
     size = ((found - reference).abs().max() / scale).item()
-    tolerance = {torch.float64: 1e-6 if in_float32 else 1e-9, torch.float32: 2e-3}
+    in_double = 1e-9 if not in_float32 else 1e-5 if state_layers(model) else 1e-6
+    tolerance = {torch.float64: in_double, torch.float32: 2e-3}
     is_rounding = size <= tolerance.get(model.dtype, 0.1)
     return None if is_rounding else f"{size:.1e} of their size"
 
@@ -58,10 +61,12 @@ def random_tokens(model: PreTrainedModel, length: int) -> torch.Tensor:
 
 def cache_for(model: PreTrainedModel, length: int) -> KVCache:
     """Create a cache of two rows, as the engine's: on a GPU with pages, and a spare one."""
+    with_state = state_layers(model)
+    states = StateCache(2, with_state) if with_state else None
     if ops_for(model.device, model.dtype) is torch_ops:
-        return KVCache(2, -(-length // LANES) * LANES)
+        return KVCache(2, -(-length // LANES) * LANES, states=states)
     pages = Pages.for_rows(2, length, PAGE)
-    return KVCache(2, pages.slot_length, 1, pages)
+    return KVCache(2, pages.slot_length, 1, pages, states=states)
 
 
 @torch.inference_mode()
@@ -217,3 +222,16 @@ def computes_norm(module: torch.nn.Module, norm: type[RMSNorm]) -> bool:
         return torch.allclose(found, wanted, rtol=0, atol=MAX_DIFFERENCE)
     except Exception:  # the model's own code, which may take something else or need a GPU
         return False
+
+
+_has_offset: dict[type, bool] = {}  # of classes of norms
+
+
+def norm_of(module: Any) -> Norm:
+    """Return the norm of a module, which is an RMSNorm."""
+    weight, kind = module.weight, type(module)
+    dtype = torch.promote_types(weight.dtype, torch.float32)
+    eps = module.variance_epsilon if hasattr(module, "variance_epsilon") else module.eps
+    if kind not in _has_offset:
+        _has_offset[kind] = computes_norm(module, OffsetRMSNorm)
+    return Norm(weight, eps, weight.new_full((), eps, dtype=dtype), _has_offset[kind])

@@ -184,6 +184,7 @@ class Engine(Scheduler):
         self, proposer: Proposer | None = None, max_prefill_tokens: int | None = None
     ) -> Plan | None:
         """Admit rows, and plan a forward of every row's next tokens; None if there are none."""
+        self._keep_prompt()
         self._reclaim_pages()
         self._admit()
         active = len(self.rows)
@@ -212,7 +213,9 @@ class Engine(Scheduler):
             wait = runner.launch_ahead(plan, self._texts(), params, batch)
         else:
             wait = runner.launch(self._batch(plan), params)
-        self.cached[: len(plan.count)] = np.minimum(plan.start + plan.count, plan.known)
+        active = slice(len(plan.count))
+        self.cached[active] = np.minimum(plan.start + plan.count, plan.known)
+        self.began[active] = plan.start + self.most[active]
         self.most[slots] += plan.num_sampled
         self.fewest[slots] += 1
         stops, now_s = params.stop_token_ids, self.pace.clock.perf_counter()
@@ -323,6 +326,8 @@ class Engine(Scheduler):
         generated, in_flight = self.length[slots] - self.prompt_length[slots], self.most[slots]
         # The token after the draft needs a position too, whatever the row gains in flight.
         room = np.maximum(self.limit[slots] - generated - 1 - in_flight, 0)
+        if self.runner.window is not None:
+            room = np.minimum(room, self.runner.window - 1)
         if self.pages is not None:
             room = np.minimum(room, self.pages.room(self._reach, slots))
         tokens, given = proposer.propose(self._rows_in(slots), generated, room, budget, in_flight)

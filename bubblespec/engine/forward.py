@@ -17,9 +17,9 @@ import torch
 from transformers import PreTrainedModel
 
 from bubblespec.engine.batch import Batch, SamplingParams
-from bubblespec.engine.decoder import Decoder, is_like_llama, stacked
+from bubblespec.engine.decoder import Decoder, is_written_out, stacked
 from bubblespec.engine.kv_cache import CachePacking
-from bubblespec.engine.model import forward_hidden, layer_heads, output_head
+from bubblespec.engine.model import STATE_LAYERS, forward_hidden, layer_heads, output_head
 from bubblespec.engine.ops import ROWS, SAMPLE, has_kernels, ops_for
 from bubblespec.engine.sampling import Noise, sample
 
@@ -71,14 +71,15 @@ class ModelForward:
         self.memory: WeakSet = WeakSet() if memory is None else memory
         """CUDA graphs with one memory: results are valid until the next replay of any."""
         # The shapes of torch's attention depend on lengths.
-        self.is_eager = enforce_eager or not has_kernels(*self.type, ROWS)
+        is_eager = enforce_eager or bool(vars(model).get(STATE_LAYERS))
+        self.is_eager = is_eager or not has_kernels(*self.type, ROWS)
         self.reduce = self.ops.best_and_sum
         self.queries_per_kv = fold_of(model)
 
     def make_decoder(self) -> Decoder | None:
-        """Return the written-out layers of a model that is like Llama."""
+        """Return the layers of a model that is written out."""
         model = cast(PreTrainedModel, self.model)
-        return Decoder(model, stacked(model)) if is_like_llama(model) else None
+        return Decoder(model, stacked(model)) if is_written_out(model) else None
 
     def hidden(self, tokens: torch.Tensor, packing: CachePacking) -> torch.Tensor:
         """Return the last hidden states [N, hidden] of packed tokens int64 [N]."""

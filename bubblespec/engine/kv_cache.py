@@ -18,6 +18,7 @@ import torch
 from bubblespec.engine.arrays import ragged, staged, to_device
 from bubblespec.engine.ops.view import TILE, AttentionMetadata
 from bubblespec.engine.pages import Pages
+from bubblespec.engine.states import StateCache, Windows
 
 SPLIT = 512  # keys; 256 and 1,024 were within 5% for 1 to 128 rows of 4,096 keys on an H200
 MAX_SPLIT_TOKENS = 256
@@ -93,10 +94,11 @@ class KVCache:
         num_spare: int = 0,
         pages: Pages | None = None,
         num_layers: int = 1,
+        states: StateCache | None = None,
     ):
-        """num_layers: layers for which the first write takes memory."""
+        """num_layers: layers for which the first write takes memory; states: of other layers."""
         self.num_slots, self.slot_length, self.num_spare = num_slots, slot_length, num_spare
-        self.pages, self.num_layers = pages, num_layers
+        self.pages, self.num_layers, self.states = pages, num_layers, states
         self.fixed_q = 0
         """`AttentionMetadata.max_q` of all forwards, where sums must not depend on other tokens."""
         self.num_pages, self.page_size = num_slots, slot_length
@@ -121,12 +123,13 @@ class KVCache:
             heads, sizes = key.shape[1], (key.shape[2], value.shape[2])
             pages = self.num_pages + (self.num_spare if self.pages is None else 1)
             shape = pages, self.page_size * heads * sum(sizes)
+            place = len(self.layers)  # layers without attention have none
             whole = self._tensors[0] if self._tensors else None
-            if whole is None or number >= len(whole) or whole.shape[1:] != shape:
-                count = 1 if self._tensors else max(self.num_layers, number + 1)
+            if whole is None or place >= len(whole) or whole.shape[1:] != shape:
+                count = 1 if self._tensors else self.num_layers
                 whole = _zeros((count, *shape), key)
                 self._tensors.append(whole)
-            own = whole[number if whole is self._tensors[0] else 0]
+            own = whole[place if whole is self._tensors[0] else 0]
             parts = own.split([self.page_size * heads * size for size in sizes], dim=1)
             keys, values = (
                 part.view(pages, heads, self.page_size, size).transpose(1, 2)
@@ -187,6 +190,8 @@ class KVCache:
 
     def move(self, source: int, target: int, length: int) -> None:
         """Continue the row in slot `source`, of `length` positions, in slot `target`."""
+        if self.states is not None:
+            self.states.move(source, target)
         if self.pages is None:
             self.copy(source, target, length)
         else:
@@ -229,10 +234,13 @@ class KVCache:
         self.layers.clear()
         self._tensors.clear()
         self._table = None
+        if self.states is not None:
+            self.states.clear()
 
     def num_bytes(self) -> int:
         """Return the bytes of the tensors that exist; 0 before the first forward."""
-        return sum(tensor.nbytes for tensor in self._tensors)
+        of_states = 0 if self.states is None else self.states.num_bytes()
+        return of_states + sum(tensor.nbytes for tensor in self._tensors)
 
 
 class AttentionGroup(NamedTuple):
@@ -303,6 +311,13 @@ class CachePacking:
                 groups.append(AttentionGroup(low, high - low, queries, length, places))
                 num_places = places.stop
         return groups
+
+    @cached_property
+    def windows(self) -> Windows:
+        """What the forward feeds to layers with a state."""
+        assert self.cache.states is not None
+        slots = [slice(of.first_slot, of.first_slot + of.num_rows) for of in self.groups]
+        return self.cache.states.windows(self.start, self.count, slots, self.device)
 
     @cached_property
     def padding(self) -> Padding | None:

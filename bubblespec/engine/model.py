@@ -39,6 +39,9 @@ from bubblespec.errors import InputError
 # Attributes of a model: what computes whole sequences in place of its modules, and whether layers
 # are computed again in the backward pass.
 OWN_HIDDEN, HAS_CHECKPOINTS = "_bubblespec_own_hidden", "_bubblespec_has_checkpoints"
+STATE_LAYERS = "_bubblespec_state_layers"  # numbers of layers with a state
+# Kinds in a configuration's `layer_types` that have no keys and values.
+WITHOUT_ATTENTION = {"linear_attention", "conv", "moe", "mlp"}
 
 
 @dataclass(frozen=True)
@@ -172,6 +175,11 @@ def _checkpointed(forward: Callable, *args, **kwargs):
     return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
 
 
+def layer_kinds(config: PreTrainedConfig) -> list[str]:
+    """Return the kind of each decoder layer, as far as a configuration names them."""
+    return list(getattr(config.get_text_config(decoder=True), "layer_types", None) or [])
+
+
 def of_layers(config: PreTrainedConfig, name: str, default: Any = None) -> list[Any]:
     """Return an attribute of each decoder layer; default where it is absent or None."""
     layers = config.get_text_config(decoder=True).per_layer_config
@@ -182,15 +190,21 @@ def of_layers(config: PreTrainedConfig, name: str, default: Any = None) -> list[
     return [default if value is None else value for value in values]
 
 
+def state_layers(model: PreTrainedModel) -> list[int]:
+    """Return the numbers of the layers with a state, which `prepare_model` has found."""
+    return vars(model).get(STATE_LAYERS, [])
+
+
 def layer_heads(config: PreTrainedConfig) -> list[Heads]:
-    """Return the heads of each decoder layer. Raises InputError for a model without attention."""
+    """Return the heads of each layer with attention. Raises InputError for a model without any."""
     hidden = config.get_text_config(decoder=True).hidden_size
     names = ["num_attention_heads", "num_key_value_heads", "head_dim", "kv_lora_rank"]
     names += ["qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"]
-    found = []
-    for heads, keys, size, rank, *latent in zip(
-        *(of_layers(config, n) for n in names), strict=True
-    ):
+    found, layers = [], zip(*(of_layers(config, name) for name in names), strict=True)
+    kinds = layer_kinds(config)
+    for number, (heads, keys, size, rank, *latent) in enumerate(layers):
+        if number < len(kinds) and kinds[number] in WITHOUT_ATTENTION:
+            continue
         if heads is None:
             raise InputError(f"model.path: {config.model_type} has no num_attention_heads")
         if rank:  # latent attention, whose keys are cached expanded

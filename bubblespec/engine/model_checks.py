@@ -25,15 +25,19 @@ from bubblespec.engine.comparison import (
     random_tokens,
     replace_norms,
 )
-from bubblespec.engine.decoder import IS_LIKE_LLAMA, Decoder, stacked
+from bubblespec.engine.decoder import IS_WRITTEN_OUT, Decoder, is_like_llama, stacked
 from bubblespec.engine.model import (
     OWN_HIDDEN,
+    STATE_LAYERS,
     forward_hidden,
+    layer_kinds,
     of_layers,
     output_head,
     pack_sequences,
+    state_layers,
 )
 from bubblespec.engine.ops import LAYERS, TYPES, has_kernels
+from bubblespec.engine.recurrent import serve_states
 from bubblespec.errors import gpu_problem, log, one_line
 
 RECORDER = "bubblespec_recorder"
@@ -41,9 +45,9 @@ SLOW_WARNING = "warn_if_padding_and_no_attention_mask"
 TRAINED = [160, 5, 3]  # tokens of sequences; of the longest, so many that a kernel splits its keys
 # Tokens: beyond the usual windows, up to 8,192, and no more than seconds on a GPU.
 MAX_CHECK_LENGTH = 8300
-# Kinds in a configuration's `layer_types`; those with a state other than keys and values.
-RECURRENT, BESIDE = {"linear_attention", "conv"}, {"hybrid", "hybrid_sliding"}
-KNOWN = {"full_attention", "sliding_attention", "moe", "mlp"} | RECURRENT | BESIDE
+# Kinds in a configuration's `layer_types`; those with a state.
+RECURRENT = {"linear_attention", "conv", "hybrid", "hybrid_sliding"}
+KNOWN = {"full_attention", "sliding_attention", "moe", "mlp"} | RECURRENT
 
 
 def prepare_model(
@@ -69,7 +73,7 @@ def prepare_model(
     if is_double or (model.device.type == "cuda" and model.dtype in TYPES):
         # On a GPU the sums of float32 norms depend on the shape of the batch.
         in_float32 |= not replace_norms(model) and model.device.type == "cuda"
-    vars(model)[IS_LIKE_LLAMA] = True  # until a comparison shows something else
+    vars(model)[IS_WRITTEN_OUT] = True  # until a comparison shows something else
     try:
         with torch.no_grad():
             head: Any = find_head(model, random_tokens(model, CHECKED), num_tokens)
@@ -89,9 +93,9 @@ def prepare_model(
 
 
 def has_float32_parts(model: PreTrainedModel) -> bool:
-    """Whether a float64 model computes routers, or without SDPA its softmax, in float32."""
+    """Whether a float64 model computes routers, states, or without SDPA its softmax, in float32."""
     has_experts = any("experts" in name for name, _ in model.named_modules())
-    return has_experts or not model._supports_sdpa
+    return has_experts or bool(state_layers(model)) or not model._supports_sdpa
 
 
 @torch.inference_mode()
@@ -106,25 +110,27 @@ def kernel_difference(model: PreTrainedModel, kernel: str) -> str | None:
 
 def _check_configuration(model: PreTrainedModel, max_length: int) -> None:
     config = model.config
-    kinds = set(getattr(config.get_text_config(decoder=True), "layer_types", None) or [])
-    other, beside, recurrent = (
+    kinds = set(layer_kinds(config))
+    other, recurrent = (
         f" ({', '.join(sorted(some))})" if some else ""
-        for some in (kinds - KNOWN, kinds & BESIDE, kinds & RECURRENT)
+        for some in (kinds - KNOWN, kinds & RECURRENT)
     )
     is_recurrent = getattr(model, "_is_stateful", False) or recurrent
+    vars(model)[STATE_LAYERS] = serve_states(model) if is_recurrent else []
     problems = {
         "an encoder-decoder model; the engine serves decoder-only models": getattr(
             config, "is_encoder_decoder", False
         ),
         f"attention of another kind{other}; the engine computes full and sliding-window attention "
         "only": other,
-        f"attention with a state besides its keys and values{beside}; the engine can roll "
-        "back K/V caches only": beside,
-        f"a recurrent state{recurrent}; the engine can roll back K/V caches only": is_recurrent,
+        f"a recurrent state{recurrent} of another kind; the engine computes gated delta rules, "
+        "scans of Mamba-2 and convolutions only": is_recurrent and not state_layers(model),
         "scales attention by a token's place in the input (attn_temperature_tuning), which is not "
         "its position in a packed one": any(of_layers(config, "attn_temperature_tuning")),
         "does not use transformers' attention interface, so the engine cannot serve it "
-        "unpatched": not getattr(model, "_supports_attention_backend", False),
+        # most models with a state do, and say nothing of it
+        "unpatched": not getattr(model, "_supports_attention_backend", False)
+        and not state_layers(model),
         "has no output head; give a causal language model": model.get_output_embeddings() is None,
     }
     for problem, is_there in problems.items():
@@ -286,20 +292,20 @@ def _compare(model: PreTrainedModel, length: int, in_float32: bool) -> frozenset
 
     vars(model).pop(OWN_HIDDEN, None)
     found, cache = problem("packed sequences", packed), cache_for(model, length)
-    if vars(model)[IS_LIKE_LLAMA]:
+    if vars(model)[IS_WRITTEN_OUT]:
         try:
             decoded = partial(over_cache, Decoder(model, stacked(model)).hidden, cache)
             differs = problem("own layers", decoded)
         except Exception as error:  # it has other modules
             differs = one_line(error)
-        vars(model)[IS_LIKE_LLAMA] = differs is None
+        vars(model)[IS_WRITTEN_OUT] = differs is None
         if differs is not None and has_kernels(model.device, model.dtype):  # or a kernel fails
             log(f"warning: generation computes transformers' modules: {differs}")
-    if vars(model)[IS_LIKE_LLAMA] and has_kernels(model.device, model.dtype, LAYERS):
+    if is_like_llama(model) and has_kernels(model.device, model.dtype, LAYERS):
         differs = _use_own_layers(model, partial(problem, "layers of training", packed))
         if differs is not None:
             log(f"warning: training computes transformers' modules: {differs}")
-    if not vars(model)[IS_LIKE_LLAMA]:
+    if not vars(model)[IS_WRITTEN_OUT]:
         cache = cache_for(model, length)
         modules = partial(over_cache, partial(forward_hidden, model), cache)
         found = found or problem("the K/V cache", modules)

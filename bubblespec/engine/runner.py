@@ -16,9 +16,11 @@ from bubblespec.engine.batch import Batch, Plan, RowUpdates, Runner, SamplerOutp
 from bubblespec.engine.forward import ModelForward, SlotFollower
 from bubblespec.engine.graphs import TILES, tokens_of
 from bubblespec.engine.kv_cache import PAGE, CachePacking, KVCache
+from bubblespec.engine.model import layer_heads, state_layers
 from bubblespec.engine.ops import torch_ops
 from bubblespec.engine.pages import Pages
 from bubblespec.engine.sampling import Noise, drawn, read, stream_counters, stream_keys
+from bubblespec.engine.states import WINDOW, StateCache
 from bubblespec.engine.step_graphs import StepGraphs
 from bubblespec.engine.weights import join
 from bubblespec.types import Row
@@ -53,9 +55,11 @@ class ModelRunner(Runner):
             pages = Pages.for_rows(num_slots, max_length, PAGE)
         self.pages = pages
         slot_length = max_length if pages is None else pages.slot_length
-        layers = model.config.get_text_config(decoder=True).num_hidden_layers
+        layers, with_state = len(layer_heads(model.config)), state_layers(model)
+        states = StateCache(num_slots, with_state) if with_state else None
+        self.window = None if states is None else WINDOW
         # Its tensors are made at the first forward.
-        self.cache = KVCache(num_slots, slot_length, int(on_gpu), pages, layers)
+        self.cache = KVCache(num_slots, slot_length, int(on_gpu), pages, layers, states)
         if self.forward.is_invariant:  # graphs have these tiles too
             self.cache.fixed_q = tokens_of(TILES[-1], self.forward.queries_per_kv)
         self.graphs: StepGraphs | None = None
@@ -87,11 +91,20 @@ class ModelRunner(Runner):
         for follower in self.followers:
             follower.move(source, target)
 
-    def share(self, source: np.ndarray, target: np.ndarray, length: np.ndarray) -> None:
+    def share(
+        self, source: np.ndarray, target: np.ndarray, length: np.ndarray, states: np.ndarray
+    ) -> None:
         """See `Runner`: keys and values are copied, or their pages shared."""
         self.cache.share(source, target, length)
+        if self.cache.states is not None:
+            self.cache.states.share(states, target)
         for follower in self.followers:
             follower.share(source, target, length)
+
+    def keep(self, slot: int) -> None:
+        """See `Runner`."""
+        if self.cache.states is not None:
+            self.cache.states.move(slot, self.num_slots)
 
     def reset(self) -> None:
         """See `Runner`: stacked weights are those of the model again."""

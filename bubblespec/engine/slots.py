@@ -46,6 +46,10 @@ class Scheduler:
         # The prompt whose keys and values a slot holds, even after its row has finished; -1: none.
         self.prompt_key = np.full(self.num_slots, -1, np.int64)
         self._prompt_keys: dict[tuple[int, ...], int] = {}
+        # A row's states are those behind a prompt only until its next forward: `began` is at most
+        # where its last one began. Those of one prompt are kept.
+        self.began = np.zeros(self.num_slots, np.int64)
+        self._kept_key = -1
         self.num_admitted = 0
         # Rows admitted before each slot's row. A preempted row, which waits before all others,
         # becomes the youngest again.
@@ -131,6 +135,7 @@ class Scheduler:
         self.rows.clear()
         self.prompt_key.fill(-1)
         self._prompt_keys.clear()
+        self._kept_key = -1
         if self.pages is not None:
             self.pages.clear()
         self.runner.reset()
@@ -177,27 +182,53 @@ class Scheduler:
         return np.flatnonzero(self.cached[:active] < self.prompt_length[:active] - 1)
 
     def _share_prefills(self) -> None:
-        """Give prefilling rows the keys and values of slots that hold their prompt whole."""
+        """Give prefilling rows the keys and values of slots that hold their prompt whole.
+
+        Where rows have states, of slots that have these, too, or whose prompt's are kept."""
         whole = np.flatnonzero(self.cached >= self.prompt_length - 1)[::-1]
-        first_with = dict(zip(self.prompt_key[whole].tolist(), whole.tolist(), strict=True))
+        states = whole
+        if self.runner.window is not None:
+            is_kept = self.prompt_key[whole] == self._kept_key
+            states = np.where(self._has_states(whole), whole, self.num_slots)
+            whole, states = (of[is_kept | (states < self.num_slots)] for of in (whole, states))
+        pairs = zip(whole.tolist(), states.tolist(), strict=True)
+        first_with = dict(zip(self.prompt_key[whole].tolist(), pairs, strict=True))
         slots = self._prefilling()
-        source = np.array(
-            [first_with.get(i, -1) for i in self.prompt_key[slots].tolist()], np.int64
-        )
+        found = [first_with.get(key, (-1, -1)) for key in self.prompt_key[slots].tolist()]
+        source, states = np.array(found, np.int64).reshape(-1, 2).T
         if len(slots := slots[source >= 0]):
             self.cached[slots] = self.prompt_length[slots] - 1
-            self.runner.share(source[source >= 0], slots, self.cached[slots])
+            states = states[source >= 0]
+            self.runner.share(source[source >= 0], slots, self.cached[slots], states)
+
+    def _has_states(self, slots: np.ndarray) -> np.ndarray:
+        """Whether slots have the states behind their prompts, but for its last token."""
+        return self.began[slots] < self.prompt_length[slots]
+
+    def _keep_prompt(self) -> None:
+        """Keep the states behind the prompt of the row that waits first, while a slot has them."""
+        if self.runner.window is None or not self.queue:
+            return
+        key = self._prompt_keys.get(self.queue[0].prompt, -1)
+        if key in (-1, self._kept_key):
+            return
+        active = np.arange(len(self.rows))
+        is_whole = self.cached[active] >= self.prompt_length[active] - 1
+        found = active[is_whole & self._has_states(active) & (self.prompt_key[active] == key)]
+        if len(found):
+            self._kept_key = key
+            self.runner.keep(int(found[0]))
 
     def _place(self, slot: int) -> None:
         """Write a new row into its slot, whose keys and values stay if its prompt is the same."""
         row = self.rows[slot]
         prompt_key = self._prompt_keys.setdefault(row.prompt, len(self._prompt_keys))
         length = len(row.prompt)
-        has_prompt = self.prompt_key[slot] == prompt_key
+        has_prompt = self.prompt_key[slot] == prompt_key and self.runner.window is None
         self.cached[slot] = min(self.cached[slot], length - 1) if has_prompt else 0
         self.tokens[slot, :length] = row.prompt
         self.prompt_length[slot], self.limit[slot] = length, row.max_new_tokens
-        self.prompt_key[slot] = prompt_key
+        self.prompt_key[slot], self.began[slot] = prompt_key, 0
         self._write_row(slot)
         self._age[slot] = self.num_admitted
         self.num_admitted += 1
@@ -251,7 +282,7 @@ class Scheduler:
         self.rows[slot] = moved
         self.runner.move(last, int(slot), int(self.cached[last] + self.most[last]))
         known = self.tokens, self.logprob, self.length, self.cached, self.is_paused
-        limits = self.prompt_length, self.limit, self.prompt_key, self._age
+        limits = self.prompt_length, self.limit, self.prompt_key, self._age, self.began
         in_flight = self.most, self.fewest, self.ticket, self.is_written
         for array in (*known, *limits, *in_flight):
             array[slot] = array[last]

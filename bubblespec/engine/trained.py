@@ -10,7 +10,7 @@ residual, I hidden units of an MLP.
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.nn.functional import linear
@@ -18,11 +18,11 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from bubblespec.engine.attention import KERNELS
-from bubblespec.engine.decoder import Decoder, Kind, Layer, Multiply, one_by_one
+from bubblespec.engine.decoder import Attention, Decoder, Layer, one_by_one
 from bubblespec.engine.model import HAS_CHECKPOINTS, SequencePacking
 from bubblespec.engine.ops.triton_training import AddNorm, Gated, Rotated
 from bubblespec.engine.ops.view import Norm
-from bubblespec.engine.weights import Linears, join, stack
+from bubblespec.engine.weights import Kind, Linears, Multiply, join, stack
 
 
 def hidden(
@@ -59,22 +59,22 @@ class TrainedDecoder(Decoder):
         self, attend: Callable, rotation: tuple, layer: Layer, residual: torch.Tensor, x=None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Compute a layer of residual + x; return residual and x before they are added."""
-        heads = self.heads, self.kv_heads, self.kv_heads
-        residual, h = _add_norm(x, residual, layer.before_attention)
-        qkv = layer.qkv(h).view(len(h), sum(heads), self.head_dim)
-        norms = layer.head_norms or layer.wide_norms
+        heads, mixer = (self.heads, self.kv_heads, self.kv_heads), cast(Attention, layer.mixer)
+        residual, h = _add_norm(x, residual, layer.before_mixer)
+        qkv = mixer.qkv(h).view(len(h), sum(heads), self.head_dim)
+        norms = mixer.head_norms or mixer.wide_norms
         if norms is not None:
             both, values = qkv.split((self.heads + self.kv_heads, self.kv_heads), 1)
             parts = zip(both.split(heads[:2], 1), norms, strict=True)
             qkv = torch.cat((*(_norm_heads(part, norm) for part, norm in parts), values), 1)
-        if layer.rotates:
+        if mixer.rotates:
             query, key, value = Rotated.apply(qkv, heads, *rotation)
         else:
             query, key, value = qkv.split(heads, 1)
-        attended = attend(query, key, value, scaling=layer.scaling, window=layer.window)
-        x = layer.out(attended.flatten(1))
-        if layer.after_attention is not None:
-            x = _add_norm(None, x, layer.after_attention)[1]
+        attended = attend(query, key, value, scaling=mixer.scaling, window=mixer.window)
+        x = mixer.out(attended.flatten(1))
+        if layer.after_mixer is not None:
+            x = _add_norm(None, x, layer.after_mixer)[1]
         residual, h = _add_norm(x, residual, layer.before_mlp)
         x = layer.down(Gated.apply(layer.gate_up(h), layer.activation))
         if layer.after_mlp is not None:

@@ -7,7 +7,7 @@ assigns) breaks this; `join` notices, and stacks again.
 """
 
 from collections.abc import Callable, Iterator
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 from torch.nn import Linear
@@ -15,6 +15,9 @@ from torch.nn import Linear
 from bubblespec.errors import log
 
 Linears = tuple[torch.nn.Module, ...]
+Multiply = Callable[[torch.Tensor], torch.Tensor]
+Kind = Literal["qkv", "out", "gate_up", "down"]  # of a product in a layer
+ProductOf = Callable[[Kind, Linears], Multiply]
 STACKS = "_bubblespec_stacks"  # attribute of a model
 
 

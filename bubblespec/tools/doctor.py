@@ -25,7 +25,7 @@ import torch
 
 from bubblespec.config.file import load_config
 from bubblespec.distributed.ranks import Ranks, ranks_from_environment
-from bubblespec.engine.decoder import is_like_llama
+from bubblespec.engine.decoder import is_written_out
 from bubblespec.engine.kv_cache import PAGE
 from bubblespec.engine.ops import torch_ops
 from bubblespec.engine.runner import ModelRunner
@@ -78,7 +78,7 @@ def chosen(trainer: Trainer) -> tuple[str, list[str]]:
     """Describe what set-up has chosen; also return warnings."""
     sampler, model, ranks = trainer.sampler, trainer.learner.model, trainer.ranks
     runner = cast(ModelRunner, sampler.engine.runner)
-    layers = "written out" if is_like_llama(model) else "transformers' modules"
+    layers = "written out" if is_written_out(model) else "transformers' modules"
     by = "torch's operations" if runner.forward.ops is torch_ops else "own kernels"
     is_eager = runner.graphs is None or runner.graphs.pool.problem is not None
     launched = "eager" if is_eager else "CUDA graphs"

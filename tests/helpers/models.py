@@ -1,5 +1,7 @@
 """Small random models."""
 
+import sys
+
 import torch
 import transformers
 from transformers.models.llama import modeling_llama as llama
@@ -50,6 +52,23 @@ def random_model(
     if dtype == torch.float64:
         replace_norms(model)  # so that an oracle is in full precision too
     return model
+
+
+class _Double:
+    """torch, whose float32 is float64."""
+
+    float32 = float = torch.float64
+
+    def __getattr__(self, name: str):
+        return getattr(torch, name)
+
+
+def everything_in_full_precision(monkeypatch, model: transformers.PreTrainedModel) -> None:
+    """Let the functions of a model's file compute in float64 what they compute in float32."""
+    for home in {sys.modules[type(module).__module__] for module in model.modules()}:
+        if home.__name__.startswith("transformers.models"):
+            monkeypatch.setattr(home, "torch", _Double())
+    monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
 
 
 def norms_in_full_precision(monkeypatch) -> None:

@@ -31,15 +31,24 @@ def add_norm(x: torch.Tensor | None, residual: torch.Tensor, norm: Norm) -> torc
     """Add x [N, C] to the residual [N, C] in place, and return the norm of the sum."""
     if x is not None:
         residual += x
-    return _normalize(residual, norm.epsilon).mul_(norm.weight)
+    return _normalize(residual, norm)
 
 
-def _normalize(x: torch.Tensor, epsilon: torch.Tensor) -> torch.Tensor:
+def _normalize(x: torch.Tensor, norm: Norm) -> torch.Tensor:
     is_full = x.dtype in FULL
     wide = x if is_full else x.float()
     size = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
-    scale = torch.addcmul(epsilon, size, size, value=1 / x.shape[-1]).rsqrt_()
-    return wide * scale if is_full else (wide * scale).to(x.dtype)
+    scale = torch.addcmul(norm.epsilon, size, size, value=1 / x.shape[-1]).rsqrt_()
+    if norm.has_offset:
+        wide = wide * scale
+        return wide.addcmul_(wide, norm.weight.to(wide.dtype)).to(x.dtype)
+    return (wide * scale if is_full else (wide * scale).to(x.dtype)).mul_(norm.weight)
+
+
+def gated_norm(x: torch.Tensor, gate: torch.Tensor, norm: Norm) -> torch.Tensor:
+    """Return the norm of x [..., D] times the SiLU of a gate [..., D]."""
+    wide = gate.to(torch.promote_types(gate.dtype, torch.float32))
+    return (_normalize(x, norm) * functional.silu(wide)).to(x.dtype)
 
 
 def rotation(
@@ -66,7 +75,7 @@ def rope_store(
     both = qkv[:, : heads + kv_heads]
     if head_norms is not None:
         for part, norm in zip((both[:, :heads], both[:, heads:]), head_norms, strict=True):
-            part.copy_(_normalize(part, norm.epsilon).mul_(norm.weight))
+            part.copy_(_normalize(part, norm))
     if rotation is not None:
         cos, sin = rotation
         rotated = both[..., : cos.shape[-1]]

@@ -11,11 +11,14 @@ TILE = 64  # most rows, tokens times query heads of a key/value head, that a GPU
 
 
 class Norm(NamedTuple):
-    """An RMSNorm: x / sqrt(mean(x^2) + eps) in at least float32, rounded, times the weight."""
+    """An RMSNorm: x / sqrt(mean(x^2) + eps) in at least float32, rounded, times the weight.
+
+    With an offset the factor is 1 + weight, and only the result is rounded (Gemma, Qwen3.5)."""
 
     weight: torch.Tensor
     eps: float
     epsilon: torch.Tensor  # eps, float32 or float64 []: a CPU converts numbers slowly
+    has_offset: bool = False
 
 
 class AttentionMetadata(NamedTuple):

@@ -34,14 +34,14 @@ from transformers import PreTrainedModel
 
 from bubblespec.draft.chains import DraftModelRunner
 from bubblespec.engine.batch import SamplingParams
-from bubblespec.engine.decoder import Decoder, Kind, Multiply, stacked
+from bubblespec.engine.decoder import Decoder, stacked
 from bubblespec.engine.engine import Engine
 from bubblespec.engine.forward import ModelForward
 from bubblespec.engine.kv_cache import LANES, KVCache, pack_rows
 from bubblespec.engine.model import OutputHead, output_head
 from bubblespec.engine.runner import ModelRunner
 from bubblespec.engine.sampling import widen
-from bubblespec.engine.weights import Linears, linear_of
+from bubblespec.engine.weights import Kind, Linears, Multiply, linear_of
 
 SMOOTHING = 0.5  # alpha of SmoothQuant
 # Weights from which int4 is near enough; smaller policies gain little by it on a GPU.

@@ -30,11 +30,11 @@ from bubblespec.distributed.shared_memory import open_collectives
 from bubblespec.engine import sampling
 from bubblespec.engine.batch import SamplingParams
 from bubblespec.engine.comparison import CHECKED, cache_for, difference, over_cache, random_tokens
-from bubblespec.engine.decoder import Decoder, Kind, Multiply, is_like_llama
+from bubblespec.engine.decoder import Decoder, is_like_llama
 from bubblespec.engine.forward import ModelForward, Sampled
 from bubblespec.engine.model import output_head
 from bubblespec.engine.sampling import Noise
-from bubblespec.engine.weights import Linears, by_parts, linear_of, stack
+from bubblespec.engine.weights import Kind, Linears, Multiply, by_parts, linear_of, stack
 from bubblespec.errors import fallback, first_problem, one_line
 
 
@@ -134,7 +134,7 @@ class ShardedForward(ModelForward):
         super().__init__(model, enforce_eager=enforce_eager, memory=memory)
         self.is_eager |= is_eager
         assert self.decoder is not None
-        if any(layer.wide_norms is not None for layer in self.decoder.layers):
+        if any(cast(Any, layer.mixer).wide_norms is not None for layer in self.decoder.layers):
             raise TPUnsupported(f"{name} has norms over the heads of all ranks")
         if not isinstance(linear_of(output_head(model).linear), Linear):
             raise TPUnsupported(f"{name} has an output head that is not a linear layer")

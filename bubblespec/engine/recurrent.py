@@ -1,0 +1,149 @@
+"""transformers' layers with a state over packed tokens.
+
+Their modules pass their keyword arguments on to functions of the file that they are in: a causal
+convolution, and a gated delta rule or a scan (Mamba-2). These are replaced by functions that know
+the packing; without one they compute what they did. What a module does around them stays its own.
+
+transformers computes the rules in float32, whatever a model's type; here a float64 model's are
+computed in float64.
+
+Shape legend: N packed tokens, H heads, G key heads, K and V width of keys and values, C channels.
+"""
+
+import functools
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.functional import softplus
+from transformers import PreTrainedModel
+from transformers.activations import ACT2FN
+
+from bubblespec.engine.model import SequencePacking
+from bubblespec.engine.ops import torch_states as ops
+from bubblespec.engine.states import WINDOW, advance, convolve
+
+NUMBER = "state_layer"  # keyword argument: the number of a layer
+ORIGINAL = "_bubblespec_original"  # attribute of a function
+
+
+def serve_states(model: PreTrainedModel) -> list[int]:
+    """Let a model's layers with a state compute packed tokens; return their numbers."""
+    numbers = []
+    for module in model.modules():
+        home = sys.modules[type(module).__module__]
+        number, own = getattr(module, "layer_idx", None), vars(module)
+        names = [name for name in FUNCTIONS if hasattr(home, name)]
+        is_causal = any(isinstance(of, nn.Conv1d) for of in module.children())
+        if not isinstance(number, int) or not is_causal or "causal_conv1d_fn" not in names:
+            continue
+        numbers.append(number)
+        for name in names:
+            if not hasattr(function := getattr(home, name), ORIGINAL):
+                setattr(home, name, _replacing(function, FUNCTIONS[name]))
+        if "forward" not in own:
+            module.forward = functools.partial(module.forward, **{NUMBER: number})
+    return sorted(numbers)
+
+
+def _replacing(original: Callable, compute: Callable) -> Callable:
+    @functools.wraps(original)
+    def replaced(*args, packing: Any = None, **kwargs):
+        if packing is None:
+            return original(*args, **kwargs)
+        return compute(packing, *args, **kwargs)
+
+    vars(replaced)[ORIGINAL] = original
+    return replaced
+
+
+def _convolution(
+    packing, hidden_states, weight, bias=None, activation=None, *, state_layer, **kwargs
+) -> torch.Tensor:
+    """Return [1, C, N] of hidden states [1, C, N], a weight [C, k] and a bias [C]."""
+    x = hidden_states[0].t()
+    if isinstance(packing, SequencePacking):
+        out = ops.taps_of_sequences(x, packing.position, weight, bias)
+    else:
+        out = packing.windows.packed(convolve(packing, state_layer, x, weight, bias))
+    return (out if activation is None else ACT2FN[activation](out)).t()[None]
+
+
+def _delta_rule(
+    packing, query, key, value, g, beta, *, state_layer, use_qk_l2norm_in_kernel=False, **kwargs
+) -> tuple[torch.Tensor, None]:
+    """Return [1, N, H, V] of query and key [1, N, G, K], value [1, N, H, V], g, beta [1, N, H]."""
+    q, k, v, g, beta = (_wide(of[0]) for of in (query, key, value, g, beta))
+    if use_qk_l2norm_in_kernel:
+        q, k = unit(q), unit(k)
+    q = q * q.shape[-1] ** -0.5
+    out = _advance(packing, state_layer, q, k, v, g, beta)
+    return out.to(query.dtype)[None], None
+
+
+def _scan(
+    packing, hidden_states, dt, A, B, C, chunk_size, D=None, dt_bias=None, dt_softplus=False,
+    dt_limit=(0.0, float("inf")), return_final_states=False, *, state_layer, **kwargs,
+) -> torch.Tensor | tuple[torch.Tensor, None]:  # fmt: skip
+    """Return [1, N, H, V] of hidden states [1, N, H, V], B and C [1, N, G, K], dt [1, N, H]."""
+    dt = dt[0] if dt_bias is None else dt[0] + dt_bias.to(dt.dtype)
+    dt = (softplus(dt) if dt_softplus else dt).clamp(*dt_limit)
+    x, k, q, dt = (_wide(of) for of in (hidden_states[0], B[0], C[0], dt))
+    out = _advance(packing, state_layer, q, k, x * dt.unsqueeze(-1), A.to(x.dtype) * dt, None)
+    if D is not None:
+        out = out + D.unsqueeze(-1) * x
+    return (out[None], None) if return_final_states else out[None]
+
+
+def unit(x: torch.Tensor) -> torch.Tensor:
+    """Return x [..., K] at length 1."""
+    return x * (x.square().sum(-1, keepdim=True) + 1e-6).rsqrt()
+
+
+def _wide(x: torch.Tensor) -> torch.Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def _advance(packing, layer: int, q, k, v, log_decay, beta) -> torch.Tensor:
+    """Return outputs [N, H, V]; each of the G heads of q and k is for H / G adjacent ones of v."""
+    fold = v.shape[1] // k.shape[1]
+    if fold > 1:
+        q, k = (of.repeat_interleave(fold, 1) for of in (q, k))
+    if isinstance(packing, SequencePacking):
+        return _whole(packing, q, k, v, log_decay, beta)
+    windows = packing.windows
+    fed = (of if of is None else windows.padded(of) for of in (q, k, v, log_decay, beta))
+    return windows.packed(advance(packing, layer, *fed))
+
+
+def _whole(packing: SequencePacking, q, k, v, log_decay, beta) -> torch.Tensor:
+    """Return the outputs of whole sequences, with gradients."""
+    groups, packed_order = packing.groups
+    found = []
+    for count, length, gather, keep in groups:
+        fed = [
+            of
+            if of is None
+            else of.index_select(0, gather).unflatten(0, (count, length)).transpose(1, 2)
+            for of in (q, k, v, log_decay, beta)
+        ]
+        state, outs = None, []
+        for begin in range(0, length, WINDOW):
+            part = slice(begin, min(begin + WINDOW, length))
+            own = [of if of is None else of[:, :, part] for of in fed]
+            out, d, sums = ops.window(state, *own)
+            outs.append(out)
+            if part.stop < length:
+                state = ops.behind(state, own[1], d, sums)
+        out = torch.cat(outs, 2).transpose(1, 2).flatten(0, 1)
+        found.append(out.index_select(0, keep))
+    return torch.cat(found).index_select(0, packed_order)
+
+
+FUNCTIONS: dict[str, Callable] = {
+    "causal_conv1d_fn": _convolution,
+    "torch_chunk_gated_delta_rule": _delta_rule,
+    "mamba2_chunk_scan": _scan,
+}

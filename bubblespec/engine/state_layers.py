@@ -1,0 +1,93 @@
+"""Layers with a state, written out: gated delta layers and short convolutions.
+
+Their products are values, as in decoder.py. recurrent.py has the same layers as transformers'
+modules, which train.
+
+Shape legend: N packed tokens, P >= N places in windows (states.py), H value heads, G key heads, K
+and V their dimensions, C width of the residual.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.nn.functional import silu, softplus
+
+from bubblespec.engine.comparison import norm_of
+from bubblespec.engine.kv_cache import CachePacking
+from bubblespec.engine.ops.torch_ops import gated_norm
+from bubblespec.engine.recurrent import unit
+from bubblespec.engine.states import advance, convolve
+from bubblespec.engine.weights import ProductOf
+
+Mixer = Callable[[torch.Tensor, CachePacking], torch.Tensor]
+
+
+class GatedDelta:
+    """A gated delta layer (Qwen3.5, Qwen3-Next, OLMo hybrid)."""
+
+    def __init__(self, module: Any, product_of: ProductOf):
+        """Raise AttributeError for a module that has other parts."""
+        self.module = m = module
+        self.is_paired = hasattr(m, "in_proj_qkvz")  # products of each key head lie together
+        names = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
+        if self.is_paired:
+            names = ("in_proj_qkvz", "in_proj_ba")
+        elif hasattr(m, "q_proj"):
+            names = ("q_proj", "k_proj", "v_proj", "g_proj", "b_proj", "a_proj")
+        self.product = product_of("qkv", tuple(getattr(m, name) for name in names))
+        self.sizes = m.conv_dim, m.value_dim, m.num_v_heads, m.num_v_heads
+        self.norm = norm_of(m.o_norm if hasattr(m, "o_norm") else m.norm)
+        self.out = product_of("out", (m.o_proj if hasattr(m, "o_proj") else m.out_proj,))
+        self.rate = 2.0 if getattr(m, "allow_neg_eigval", False) else 1.0
+
+    def __call__(self, h: torch.Tensor, packing: CachePacking) -> torch.Tensor:
+        """Return [N, C] of normed states [N, C]."""
+        m, windows = self.module, packing.windows
+        mixed, z, b, a = self._split(self.product(h))
+        weight = m.conv1d.weight.squeeze(1)
+        mixed = silu(convolve(packing, m.layer_idx, mixed, weight, m.conv1d.bias))
+        wide = torch.promote_types(h.dtype, torch.float32)
+        qk, v = mixed.to(wide).split((2 * m.key_dim, m.value_dim), -1)
+        both = unit(qk.unflatten(1, (2, m.num_k_heads, m.head_k_dim)))
+        fold = m.num_v_heads // m.num_k_heads
+        if fold > 1:
+            both = both.repeat_interleave(fold, 2)
+        q, k = both.unbind(1)
+        decay = -m.A_log.to(wide).exp() * softplus(a.to(wide) + m.dt_bias)
+        beta = b.sigmoid().to(wide)
+        if self.rate != 1.0:
+            beta = beta * self.rate
+        decay, beta = windows.padded(torch.stack((decay, beta), 1)).unbind(1)
+        v = v.unflatten(1, (m.num_v_heads, m.head_v_dim))
+        out = advance(packing, m.layer_idx, q * m.head_k_dim**-0.5, k, v, decay, beta)
+        out = windows.packed(out).to(h.dtype)
+        return self.out(gated_norm(out, z.view_as(out), self.norm).flatten(1))
+
+    def _split(self, product: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Return the inputs of the convolution, the gate, and those of beta and decay."""
+        m = self.module
+        if not self.is_paired:
+            mixed, z, b, a = product.split(self.sizes, -1)
+            return mixed, z.contiguous(), b, a
+        pairs, rest = product.split((m.conv_dim + m.value_dim, 2 * m.num_v_heads), -1)
+        q, k, v, z, b, a = m.fix_query_key_value_ordering(pairs[None], rest[None])
+        mixed = torch.cat([of[0].flatten(1) for of in (q, k, v)], 1)
+        return mixed, z[0].contiguous(), b[0], a[0]
+
+
+class ShortConvolution:
+    """A gated short convolution (LFM2)."""
+
+    def __init__(self, module: Any, product_of: ProductOf):
+        """Raise AttributeError for a module that has other parts."""
+        self.conv, self.number = module.conv, module.layer_idx
+        self.product = product_of("qkv", (module.in_proj,))
+        self.out = product_of("out", (module.out_proj,))
+
+    def __call__(self, h: torch.Tensor, packing: CachePacking) -> torch.Tensor:
+        """Return [N, C] of normed states [N, C]."""
+        before, behind, x = self.product(h).chunk(3, -1)
+        weight = self.conv.weight.squeeze(1)
+        out = convolve(packing, self.number, before * x, weight, self.conv.bias)
+        return self.out(behind * packing.windows.packed(out))

@@ -1,0 +1,122 @@
+"""Layers with a state: against their formulas token by token, and under every change of schedule."""
+
+import numpy as np
+import pytest
+import torch
+
+from bubblespec.engine.batch import SamplingParams
+from bubblespec.engine.model import forward_hidden, pack_sequences
+from bubblespec.engine.model_checks import prepare_model
+from bubblespec.engine.ops import torch_states as ops
+from bubblespec.engine.states import WINDOW
+from tests.helpers.generation import STOP, Drafter, as_dict, make_engine, make_prompts, make_rows
+from tests.helpers.models import VOCAB, everything_in_full_precision
+from tests.test_architectures import HYBRIDS, build
+
+PARAMS = SamplingParams(temperature=0.9, top_p=0.97, stop_token_ids=STOP, min_length=2)
+ROWS, HEADS, KEY, VALUE = 3, 2, 5, 4
+
+
+def token_by_token(state, q, k, v, log_decay, beta):
+    """The recurrence as the papers write it: returns the outputs, and the state behind each token."""
+    outs, states = [], []
+    for t in range(v.shape[2]):
+        state = state * log_decay[:, :, t, None, None].exp()
+        added = v[:, :, t]
+        if beta is not None:
+            known = (state * k[:, :, t, :, None]).sum(-2)
+            added = beta[:, :, t, None] * (added - known)
+        state = state + k[:, :, t, :, None] * added[:, :, None]
+        outs.append((state * q[:, :, t, :, None]).sum(-2))
+        states.append(state)
+    return torch.stack(outs, 2), states
+
+
+def random_window(width: int, has_beta: bool):
+    torch.manual_seed(width)
+    q, k = (
+        torch.nn.functional.normalize(torch.randn(ROWS, HEADS, width, KEY).double(), dim=-1)
+        for _ in "qk"
+    )
+    v, state = torch.randn(ROWS, HEADS, width, VALUE).double(), torch.randn(ROWS, HEADS, KEY, VALUE)
+    log_decay = -torch.rand(ROWS, HEADS, width).double() * 3
+    beta = torch.rand(ROWS, HEADS, width).double() * 2 if has_beta else None
+    return state.double(), q, k, v, log_decay, beta
+
+
+@pytest.mark.parametrize("has_beta", [True, False])
+@pytest.mark.parametrize("width", [1, 2, 7, WINDOW])
+def test_window_equals_its_tokens_one_by_one(width, has_beta):
+    state, *fed = random_window(width, has_beta)
+    wanted, states = token_by_token(state, *fed)
+    out, added, sums = ops.window(state, *fed)
+    torch.testing.assert_close(out, wanted, rtol=0, atol=1e-12)
+    torch.testing.assert_close(
+        ops.behind(state, fed[1], added, sums), states[-1], rtol=0, atol=1e-12
+    )
+    kept = torch.tensor([0, width, width // 2])
+    folded = state.clone()
+    ops.fold(folded, fed[1], added, sums, kept)
+    for row, count in enumerate(kept.tolist()):
+        expected = states[count - 1][row] if count else state[row]
+        torch.testing.assert_close(folded[row], expected, rtol=0, atol=1e-12)
+
+
+@pytest.fixture(
+    scope="module", params=["qwen3_5", "qwen3_next", "lfm2", "granite_hybrid", "falcon_h1"]
+)
+def baseline(request):
+    """Sampled rows of one schedule, which every other schedule must reproduce."""
+    model = build(*HYBRIDS[request.param])
+    prepare_model(model, 200)
+    prompts = [*make_prompts(4, 25), *make_prompts(1, 140)]
+    prompts[1] = prompts[1][:1]
+    rows = make_engine(model, 64, seed=5, max_length=200).run(make_rows(prompts, 3), PARAMS)
+    assert {len(row.tokens) for row in rows} != {30}
+    return model, prompts, as_dict(rows)
+
+
+ALL = {"num_slots": 64}
+FEW = {"num_slots": 5, "max_num_batched_tokens": 12}
+ONE = {"num_slots": 1, "max_num_batched_tokens": 1}
+PAGES = {"num_slots": 8, "page_size": 5, "num_pages": 45}
+
+
+@pytest.mark.parametrize("corrupted", [None, 0.0, 0.3, 1.0])
+@pytest.mark.parametrize("options", [ALL, FEW, ONE, PAGES])
+def test_tokens_with_any_schedule_and_drafts_are_equal(baseline, corrupted, options):
+    model, prompts, wanted = baseline
+    engine = make_engine(model, seed=5, max_length=200, **options)
+    for _ in range(2):  # the second time with slots that had other rows
+        drafter = None if corrupted is None else Drafter(wanted, corrupted)
+        rows = make_rows(prompts, 3)
+        assert as_dict(engine.run(rows, PARAMS, drafter)) == wanted
+        engine.reset()
+
+
+def gradients(model, hidden) -> dict:
+    torch.manual_seed(1)
+    model.zero_grad()
+    (hidden * torch.randn_like(hidden)).sum().backward()
+    return {name: of.grad.clone() for name, of in model.named_parameters() if of.grad is not None}
+
+
+@pytest.mark.parametrize("name", ["qwen3_5", "qwen3_next", "olmo_hybrid", "lfm2", "nemotron_h"])
+def test_gradients_of_packed_sequences_equal_those_of_the_model(name, monkeypatch):
+    """Lengths on both sides of a window; the reference computes each sequence alone."""
+    model, lengths = build(*HYBRIDS[name]), [WINDOW + 9, 3, 1, WINDOW, 2 * WINDOW + 1]
+    everything_in_full_precision(monkeypatch, model)
+    if hasattr(model.config, "num_experts_per_tok"):
+        model.set_experts_implementation("eager")
+    torch.manual_seed(0)
+    ids = torch.randint(VOCAB, (sum(lengths),))
+    alone = [model.base_model(of[None], use_cache=False)[0][0] for of in ids.split(lengths)]
+    wanted = gradients(model, torch.cat(alone))
+    prepare_model(model, 200)
+    packed = forward_hidden(model, ids, pack_sequences(lengths, ids.device))
+    torch.testing.assert_close(packed, torch.cat(alone), rtol=0, atol=1e-10)
+    found = gradients(model, packed)
+    assert found.keys() == wanted.keys()
+    for parameter, grad in found.items():
+        size = wanted[parameter].abs().max().clamp(min=1.0)
+        torch.testing.assert_close(grad / size, wanted[parameter] / size, rtol=0, atol=1e-10)
