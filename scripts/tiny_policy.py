@@ -1,6 +1,7 @@
 """The tiny workload: a small policy, trained from scratch on worked solutions of one-digit sums.
 
-`python -m scripts.tiny_policy --output DIR` writes a Hugging Face folder. The policy is
+`python -m scripts.tiny_policy --output DIR` writes a Hugging Face folder; with --hybrid two of the
+three layers are gated delta layers, as in Qwen3.5. The policy is
 deliberately imperfect: the solutions it imitates come from a teacher who works correctly but slips
 once in most of them, at places that do not depend on the length of the problem. The correct answer
 is therefore still the likeliest one, for short and long problems alike, yet samples at temperature
@@ -20,7 +21,14 @@ import torch
 from reasoning_gym.utils import extract_answer
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from tqdm import tqdm
-from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import (
+    AutoModelForCausalLM,
+    GenerationConfig,
+    LlamaConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    Qwen3_5TextConfig,
+)
 
 from bubblespec.data.prompts import reasoning_gym_rows
 
@@ -48,6 +56,7 @@ MAX_RESPONSE_TOKENS = 400
 
 EOS, PAD = "<|endoftext|>", "<|pad|>"
 WIDTH, LAYERS, HEADS, MLP_WIDTH, MAX_POSITIONS = 96, 3, 4, 320, 1024
+HEAD = WIDTH // HEADS
 BATCH_TOKENS = 3000  # padded tokens in one supervised step
 POOL_ROWS = 1536  # problems drawn and sorted by length at a time
 WARMUP_STEPS = 20
@@ -111,9 +120,15 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-def build_model(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
-    """Make a Llama-style policy from torch's current random state."""
-    config = LlamaConfig(
+def build_model(tokenizer: PreTrainedTokenizerFast, is_hybrid: bool = False) -> PreTrainedModel:
+    """Make a Llama-style policy, or a hybrid one, from torch's current random state."""
+    own: dict = {}
+    if is_hybrid:
+        own = {"layer_types": ["linear_attention"] * (LAYERS - 1) + ["full_attention"]}
+        own |= {"linear_num_key_heads": HEADS, "linear_num_value_heads": HEADS}
+        own |= {"linear_key_head_dim": HEAD, "linear_value_head_dim": HEAD, "head_dim": HEAD}
+    config = (Qwen3_5TextConfig if is_hybrid else LlamaConfig)(
+        **own,
         vocab_size=len(tokenizer),
         hidden_size=WIDTH,
         intermediate_size=MLP_WIDTH,
@@ -128,7 +143,7 @@ def build_model(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
         pad_token_id=tokenizer.pad_token_id,
         dtype="float32",
     )
-    model = LlamaForCausalLM(config)
+    model = AutoModelForCausalLM.from_config(config)
     model.generation_config = GenerationConfig(
         do_sample=True,
         temperature=1.0,
@@ -142,7 +157,7 @@ def build_model(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
 
 
 @torch.no_grad()
-def add_layers(model: LlamaForCausalLM, num_layers: int) -> None:
+def add_layers(model: PreTrainedModel, num_layers: int) -> None:
     """Make a policy deeper without changing what it computes: new layers add 0 to their input."""
     while len(layers := model.model.layers) < num_layers:
         layer = copy.deepcopy(layers[-1])
@@ -325,7 +340,10 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
         ("--layers", LAYERS, "decoder layers, with --start at least those of the earlier run"),
     ):
         parser.add_argument(option, type=type(default), default=default, help=meaning)
+    parser.add_argument("--hybrid", action="store_true", help="two of three layers have a state")
     options = parser.parse_args(arguments)
+    if options.hybrid and options.layers != LAYERS:
+        sys.exit(f"error: --hybrid has {LAYERS} --layers")
     if options.seconds <= 0 or options.max_steps < 1 or options.seed < 0 or options.problems < 2:
         limits = "--seconds, --max-steps must be positive, --seed at least 0, --problems at least 2"
         sys.exit(f"error: {limits}")
@@ -349,10 +367,10 @@ def main(arguments: list[str] | None = None) -> None:
     torch.manual_seed(options.seed)
     if options.start:  # ties between pairs may fall differently in another training of a tokenizer
         tokenizer = PreTrainedTokenizerFast.from_pretrained(options.start)
-        model = LlamaForCausalLM.from_pretrained(options.start)
+        model = AutoModelForCausalLM.from_pretrained(options.start)
     else:
         tokenizer = build_tokenizer()
-        model = build_model(tokenizer)
+        model = build_model(tokenizer, options.hybrid)
     add_layers(model, options.layers)
     begin = time.monotonic()
     losses = train(model, tokenizer, options)

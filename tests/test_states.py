@@ -8,7 +8,7 @@ from bubblespec.engine.batch import SamplingParams
 from bubblespec.engine.model import forward_hidden, pack_sequences
 from bubblespec.engine.model_checks import prepare_model
 from bubblespec.engine.ops import torch_states as ops
-from bubblespec.engine.states import WINDOW
+from bubblespec.engine.recurrent import CHUNK
 from tests.helpers.generation import STOP, Drafter, as_dict, make_engine, make_prompts, make_rows
 from tests.helpers.models import VOCAB, everything_in_full_precision
 from tests.test_architectures import HYBRIDS, build
@@ -45,7 +45,7 @@ def random_window(width: int, has_beta: bool):
 
 
 @pytest.mark.parametrize("has_beta", [True, False])
-@pytest.mark.parametrize("width", [1, 2, 7, WINDOW])
+@pytest.mark.parametrize("width", [1, 2, 7, CHUNK])
 def test_window_equals_its_tokens_one_by_one(width, has_beta):
     state, *fed = random_window(width, has_beta)
     wanted, states = token_by_token(state, *fed)
@@ -104,7 +104,7 @@ def gradients(model, hidden) -> dict:
 @pytest.mark.parametrize("name", ["qwen3_5", "qwen3_next", "olmo_hybrid", "lfm2", "nemotron_h"])
 def test_gradients_of_packed_sequences_equal_those_of_the_model(name, monkeypatch):
     """Lengths on both sides of a window; the reference computes each sequence alone."""
-    model, lengths = build(*HYBRIDS[name]), [WINDOW + 9, 3, 1, WINDOW, 2 * WINDOW + 1]
+    model, lengths = build(*HYBRIDS[name]), [CHUNK + 9, 3, 1, CHUNK, 2 * CHUNK + 1]
     everything_in_full_precision(monkeypatch, model)
     if hasattr(model.config, "num_experts_per_tok"):
         model.set_experts_implementation("eager")

@@ -23,9 +23,10 @@ from transformers.activations import ACT2FN
 
 from bubblespec.engine.model import SequencePacking
 from bubblespec.engine.ops import torch_states as ops
-from bubblespec.engine.states import WINDOW, advance, convolve
+from bubblespec.engine.states import advance, convolve
 
 NUMBER = "state_layer"  # keyword argument: the number of a layer
+CHUNK = 64  # tokens of whole sequences that are computed at once
 ORIGINAL = "_bubblespec_original"  # attribute of a function
 
 
@@ -130,8 +131,8 @@ def _whole(packing: SequencePacking, q, k, v, log_decay, beta) -> torch.Tensor:
             for of in (q, k, v, log_decay, beta)
         ]
         state, outs = None, []
-        for begin in range(0, length, WINDOW):
-            part = slice(begin, min(begin + WINDOW, length))
+        for begin in range(0, length, CHUNK):
+            part = slice(begin, min(begin + CHUNK, length))
             own = [of if of is None else of[:, :, part] for of in fed]
             out, d, sums = ops.window(state, *own)
             outs.append(out)
