@@ -32,6 +32,7 @@ from bubblespec.config import Config, flatten, resume_classes
 from bubblespec.config.file import config_to_yaml, load_config
 from bubblespec.config.keys import EXACT, ROUNDING
 from bubblespec.distributed.ranks import Ranks
+from bubblespec.engine.model import HEADS
 from bubblespec.errors import InputError, log, one_line
 from bubblespec.folders import flush, has_content, keep_aside, lock
 
@@ -80,7 +81,9 @@ def save_checkpoint(
         try:
             shutil.rmtree(temporary, ignore_errors=True)
             os.makedirs(temporary)
-            model.save_pretrained(temporary)
+            heads = vars(model).get(HEADS)
+            state_dict = model.state_dict() | heads if heads else None
+            model.save_pretrained(temporary, state_dict=state_dict)
             tokenizer.save_pretrained(temporary)
             add_old_keys(temporary, type(model.config).from_dict)
             # torch gives no reason where it cannot write to a file that it has opened itself

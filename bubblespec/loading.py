@@ -18,6 +18,7 @@ import jinja2
 import numpy as np
 import torch
 from huggingface_hub import constants
+from safetensors import safe_open
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -25,7 +26,7 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
-from transformers.utils import chat_template_utils
+from transformers.utils import CONFIG_NAME, cached_file, chat_template_utils
 
 from bubblespec.config import Config
 from bubblespec.data.prompts import (
@@ -40,6 +41,7 @@ from bubblespec.data.prompts import (
 )
 from bubblespec.data.rows import IS_POINTER, POINTER, is_pointer, load_rows
 from bubblespec.data.schedule import PromptSet
+from bubblespec.engine.model import HEADS
 from bubblespec.errors import InputError, log, one_line
 from bubblespec.learn.lora import add_adapter
 from bubblespec.types import Prompt
@@ -56,6 +58,8 @@ EXTRAS = re.compile(
     r"(^|\.)(mtp(_layers)?|visual|(vision|audio)_\w+|multi_modal_projector)\."
     r"|\.inv_freq$|(attn|attention)\.(masked_)?bias$"
 )
+
+PREDICTS = re.compile(r"(model\.)?mtp(_layers)?\.")  # names of heads that predict further tokens
 
 BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of an element
 
@@ -178,6 +182,22 @@ def _further_layers(model: PreTrainedModel) -> tuple[str, ...]:
     config = model.config.get_text_config(decoder=True)
     first, count = config.num_hidden_layers, getattr(config, "num_nextn_predict_layers", None) or 0
     return tuple(f"model.layers.{first + n}." for n in range(count))
+
+
+def keep_heads(config: Config, model: PreTrainedModel, checkpoint: str | None) -> None:
+    """Keep what predicts further tokens, which a model's class leaves out, for checkpoints."""
+    path, names = checkpoint or config.model.path, _further_layers(model)
+    if config.model.lora_r:  # checkpoints are adapters
+        return
+    if not os.path.isdir(path):
+        path = os.path.dirname(cached_file(path, CONFIG_NAME, local_files_only=True) or "")
+    found = {}
+    for file in sorted(glob.glob(os.path.join(glob.escape(path), "*.safetensors"))):
+        with safe_open(file, "pt") as tensors:
+            for name in tensors.keys():  # noqa: SIM118  # it is no dict
+                if PREDICTS.match(name) or name.startswith(names):
+                    found[name] = tensors.get_tensor(name)
+    vars(model)[HEADS] = found
 
 
 def load_teacher(

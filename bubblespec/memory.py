@@ -27,6 +27,7 @@ from bubblespec.engine.model import (
     pack_sequences,
 )
 from bubblespec.engine.ops import TYPES, has_kernels, has_triton
+from bubblespec.engine.recurrent import state_bytes
 from bubblespec.engine.sampling import sample
 from bubblespec.errors import InputError
 from bubblespec.learn.learner import MAX_LOGITS, Learner
@@ -48,6 +49,7 @@ class Needs:
     training: int  # activations and logits of a gradient step
     rollout: int  # activations and logits of a rollout's forward
     slot: int  # keys and values of one row
+    states: int = 0  # of one row, whatever its length
     reference: int = 0  # the frozen copy that a KL term compares with
     teacher: int = 0  # the model of distillation
     # Of mechanisms, which fill it in:
@@ -108,6 +110,7 @@ def estimate(
         training=int(tokens * per_token + head),
         rollout=int(batched * layer + forward),
         slot=kv_bytes(shape, size) * max_length(config),
+        states=state_bytes(model, "cpu" if config.model.device == "cpu" else "cuda"),
         teacher=0 if teacher is None else num_bytes(teacher),
     )
 
@@ -162,9 +165,14 @@ def has_pages(config: Config) -> bool:
 def cache_unit(config: Config, needs: Needs, is_paged: bool) -> tuple[float, int, int]:
     """Return the bytes of a page or slot, how many are spare, and those of the longest row."""
     if not is_paged:
-        return needs.slot, 0, 1
+        return needs.slot + needs.states, int(needs.states > 0), 1
     length = max_length(config)
     return needs.slot * PAGE / length, 1, -(-length // PAGE)
+
+
+def slots_with_states(needs: Needs, room: float, slots: int) -> int:
+    """Return how many slots there may be, at most `slots`: states take at most half of the room."""
+    return min(slots, max(int(room / 2 // needs.states) - 1, 1)) if needs.states else slots
 
 
 def choose_slots(
@@ -193,6 +201,10 @@ def choose_slots(
         room = free - kept_free * torch.cuda.mem_get_info(device)[1]
         room -= sum(needs.others.values())
         room = needs.room_for_cache(room, config)
+    if is_paged and needs.states:
+        slots = slots_with_states(needs, room, useful)
+        useful = int(ranks.all_gather(np.array([slots])).min())
+        room -= (useful + 1) * needs.states
     for num_shared in needs.shared_rows:
         left = room - num_shared * needs.shared_row
         fitting = int(ranks.all_gather(np.array([left // unit])).min()) - spare

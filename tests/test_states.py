@@ -120,3 +120,7 @@ def test_gradients_of_packed_sequences_equal_those_of_the_model(name, monkeypatc
     for parameter, grad in found.items():
         size = wanted[parameter].abs().max().clamp(min=1.0)
         torch.testing.assert_close(grad / size, wanted[parameter] / size, rtol=0, atol=1e-10)
+
+
+def test_text_of_an_image_text_checkpoint_is_trained_and_its_head_kept(tmp_path):
+    """Saved under the names that transformers and vLLM read."""

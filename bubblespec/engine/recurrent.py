@@ -12,7 +12,7 @@ Shape legend: N packed tokens, H heads, G key heads, K and V width of keys and v
 
 import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -23,9 +23,11 @@ from transformers.activations import ACT2FN
 
 from bubblespec.engine.model import SequencePacking
 from bubblespec.engine.ops import torch_states as ops
-from bubblespec.engine.states import advance, convolve
+from bubblespec.engine.states import WINDOWS, advance, convolve
 
 NUMBER = "state_layer"  # keyword argument: the number of a layer
+# Names of the number of heads in families' modules, and of their keys' and values' sizes.
+SIZES = ("num_v_heads", "num_heads"), ("head_k_dim", "ssm_state_size"), ("head_v_dim", "head_dim")
 CHUNK = 64  # tokens of whole sequences that are computed at once
 ORIGINAL = "_bubblespec_original"  # attribute of a function
 
@@ -33,20 +35,43 @@ ORIGINAL = "_bubblespec_original"  # attribute of a function
 def serve_states(model: PreTrainedModel) -> list[int]:
     """Let a model's layers with a state compute packed tokens; return their numbers."""
     numbers = []
-    for module in model.modules():
+    for module in _with_state(model):
         home = sys.modules[type(module).__module__]
-        number, own = getattr(module, "layer_idx", None), vars(module)
-        names = [name for name in FUNCTIONS if hasattr(home, name)]
-        is_causal = any(isinstance(of, nn.Conv1d) for of in module.children())
-        if not isinstance(number, int) or not is_causal or "causal_conv1d_fn" not in names:
-            continue
-        numbers.append(number)
-        for name in names:
-            if not hasattr(function := getattr(home, name), ORIGINAL):
+        for name in FUNCTIONS:
+            function = getattr(home, name, None)
+            if function is not None and not hasattr(function, ORIGINAL):
                 setattr(home, name, _replacing(function, FUNCTIONS[name]))
-        if "forward" not in own:
-            module.forward = functools.partial(module.forward, **{NUMBER: number})
+        if "forward" not in vars(module):
+            module.forward = functools.partial(module.forward, **{NUMBER: module.layer_idx})
+        numbers.append(module.layer_idx)
     return sorted(numbers)
+
+
+def state_bytes(model: PreTrainedModel, device: str) -> int:
+    """Return the bytes of one row's states, see `StateCache`; device: its type."""
+    size, waiting = 0, WINDOWS[device]
+    for module in _with_state(model):
+        conv = next(of for of in module.children() if isinstance(of, nn.Conv1d))
+        of_type = conv.weight.dtype.itemsize
+        size += of_type * conv.in_channels * (conv.kernel_size[0] - 1 + waiting)
+        heads, key, value = (_first(module, names) for names in SIZES)
+        if heads:  # the state; keys, what they add and the sums of decays of a window
+            numbers = key * value + waiting * (key + value + 1)
+            size += max(of_type, 4) * heads * numbers
+    return size
+
+
+def _with_state(model: PreTrainedModel) -> Iterator[Any]:
+    for module in model.modules():
+        number, parts = getattr(module, "layer_idx", None), module.children()
+        is_causal = any(isinstance(of, nn.Conv1d) for of in parts)
+        home = sys.modules[type(module).__module__]
+        if isinstance(number, int) and is_causal and hasattr(home, "causal_conv1d_fn"):
+            yield module
+
+
+def _first(module: Any, names: tuple[str, ...]) -> int:
+    return next((getattr(module, name) for name in names if hasattr(module, name)), 0)
 
 
 def _replacing(original: Callable, compute: Callable) -> Callable:

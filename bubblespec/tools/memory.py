@@ -73,7 +73,11 @@ def fit(config: Config, needs: memory.Needs, world_size: int, total: float) -> t
     wanted = config.rollout.max_num_seqs
     needed = per_row if isinstance(wanted, str) or memory.has_pages(config) else wanted
     room = total * config.rollout.gpu_memory_utilization - needs.lasting
-    fitting = max(int(needs.room_for_cache(room, config) // unit) - spare, 0)
+    left = needs.room_for_cache(room, config)
+    if memory.has_pages(config) and needs.states:
+        slots = memory.slots_with_states(needs, left, memory.max_slots(config, world_size))
+        left -= (slots + 1) * needs.states
+    fitting = max(int(left // unit) - spare, 0)
     return room >= needs.training and fitting >= needed, fitting
 
 
@@ -131,6 +135,8 @@ def table(
     rows += [(needs.training, "gradient step, in addition (estimated)")]
     rows += [(needs.rollout, "forward of a rollout, in addition, at another time (estimated)")]
     rows += [(needs.slot, f"keys and values of one response of {memory.max_length(config)} tokens")]
+    if needs.states:
+        rows += [(needs.states, "states of one response")]
     size = f"{count / 1e9:.2f} B" if count >= 1e9 else f"{count / 1e6:.1f} M"
     title = f"{config.model.path}: {size} parameters in {config.model.dtype}"
     if config.model.lora_r:
