@@ -33,10 +33,14 @@ ORIGINAL = "_bubblespec_original"  # attribute of a function
 
 
 def serve_states(model: PreTrainedModel) -> list[int]:
-    """Let a model's layers with a state compute packed tokens; return their numbers."""
+    """Let a model's layers with a state compute packed tokens; return their numbers.
+
+    None where a layer has a recurrence of another kind."""
     numbers = []
     for module in _with_state(model):
         home = sys.modules[type(module).__module__]
+        if hasattr(module, "A_log") and not any(hasattr(home, name) for name in RULES):
+            return []
         for name in FUNCTIONS:
             function = getattr(home, name, None)
             if function is not None and not hasattr(function, ORIGINAL):
@@ -168,8 +172,8 @@ def _whole(packing: SequencePacking, q, k, v, log_decay, beta) -> torch.Tensor:
     return torch.cat(found).index_select(0, packed_order)
 
 
-FUNCTIONS: dict[str, Callable] = {
-    "causal_conv1d_fn": _convolution,
+RULES: dict[str, Callable] = {
     "torch_chunk_gated_delta_rule": _delta_rule,
     "mamba2_chunk_scan": _scan,
 }
+FUNCTIONS: dict[str, Callable] = RULES | {"causal_conv1d_fn": _convolution}
