@@ -107,7 +107,6 @@ class TextRunner(Runner):
         drawn = np.array(tokens, np.int64)
         return lambda: SamplerOutput(drawn, -drawn.astype(float))
 
-
     def advance(self, slot: int, start: int, fed: list[int]) -> None:
         """Let a state take in what was right of its last window, and feed it one or more."""
         taken, waiting = self.states[slot] if start else ([], [])

@@ -1,6 +1,5 @@
 """Layers with a state: against their formulas token by token, and under every change of schedule."""
 
-import numpy as np
 import pytest
 import torch
 
@@ -8,7 +7,7 @@ from bubblespec.engine.batch import SamplingParams
 from bubblespec.engine.model import forward_hidden, pack_sequences
 from bubblespec.engine.model_checks import prepare_model
 from bubblespec.engine.ops import torch_states as ops
-from bubblespec.engine.recurrent import CHUNK
+from bubblespec.engine.state_layers import CHUNK
 from tests.helpers.generation import STOP, Drafter, as_dict, make_engine, make_prompts, make_rows
 from tests.helpers.models import VOCAB, everything_in_full_precision
 from tests.test_architectures import HYBRIDS, build
@@ -120,7 +119,3 @@ def test_gradients_of_packed_sequences_equal_those_of_the_model(name, monkeypatc
     for parameter, grad in found.items():
         size = wanted[parameter].abs().max().clamp(min=1.0)
         torch.testing.assert_close(grad / size, wanted[parameter] / size, rtol=0, atol=1e-10)
-
-
-def test_text_of_an_image_text_checkpoint_is_trained_and_its_head_kept(tmp_path):
-    """Saved under the names that transformers and vLLM read."""
