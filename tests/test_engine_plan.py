@@ -93,7 +93,7 @@ class TextRunner(Runner):
             known = [*self.rows[slot].prompt, *self.texts[self.rows[slot].id]]
             seen = self.cache[self.place_of(slot, np.arange(start))]
             assert seen.tolist() == known[:start], "attends to its own tokens"
-            if self.window is not None:
+            if self.window is not None and count:
                 self.advance(slot, start, batch.tokens[batch.index[0] == slot].tolist())
                 assert self.states[slot][0] == known[: len(self.states[slot][0])]
                 is_draft = dict(zip(batch.slots.tolist(), batch.num_draft.tolist(), strict=True))

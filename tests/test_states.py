@@ -1,4 +1,4 @@
-"""Layers with a state: against their formulas token by token, and under every change of schedule."""
+"""Layers with a state: against their formulas token by token, and under any change of schedule."""
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ ROWS, HEADS, KEY, VALUE = 3, 2, 5, 4
 
 
 def token_by_token(state, q, k, v, log_decay, beta):
-    """The recurrence as the papers write it: returns the outputs, and the state behind each token."""
+    """The recurrence as the papers write it: its outputs, and the state behind each token."""
     outs, states = [], []
     for t in range(v.shape[2]):
         state = state * log_decay[:, :, t, None, None].exp()
