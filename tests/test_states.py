@@ -61,9 +61,7 @@ def test_window_equals_its_tokens_one_by_one(width, has_beta):
         torch.testing.assert_close(folded[row], expected, rtol=0, atol=1e-12)
 
 
-@pytest.fixture(
-    scope="module", params=["qwen3_5", "qwen3_next", "lfm2", "granite_hybrid", "falcon_h1"]
-)
+@pytest.fixture(scope="module", params=["qwen3_5", "qwen3_next", "granite_hybrid"])
 def baseline(request):
     """Sampled rows of one schedule, which every other schedule must reproduce."""
     model = build(*HYBRIDS[request.param])
@@ -81,8 +79,7 @@ ONE = {"num_slots": 1, "max_num_batched_tokens": 1}
 PAGES = {"num_slots": 8, "page_size": 5, "num_pages": 45}
 
 
-@pytest.mark.parametrize("corrupted", [None, 0.0, 0.3, 1.0])
-@pytest.mark.parametrize("options", [ALL, FEW, ONE, PAGES])
+@pytest.mark.parametrize("corrupted, options", [(0.0, ALL), (0.3, FEW), (None, ONE), (0.3, PAGES)])
 def test_tokens_with_any_schedule_and_drafts_are_equal(baseline, corrupted, options):
     model, prompts, wanted = baseline
     engine = make_engine(model, seed=5, max_length=200, **options)
