@@ -217,4 +217,6 @@ def layer_heads(config: PreTrainedConfig) -> list[Heads]:
         else:
             size = size or hidden // heads
             found.append(Heads(heads, keys or heads, size, size))
+    if not found:
+        raise InputError(f"model.path: {config.model_type} has no layers with attention")
     return found

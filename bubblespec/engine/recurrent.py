@@ -61,6 +61,12 @@ def serve_states(model: PreTrainedModel) -> list[int]:
     return sorted(numbers)
 
 
+def state_numbers(model: PreTrainedModel) -> int:
+    """Return how many numbers the states of one row have, those of convolutions left out."""
+    sizes = ([_first(module, names) for names in SIZES] for module in _with_state(model))
+    return sum(heads * key * value for heads, key, value in sizes)
+
+
 def state_bytes(model: PreTrainedModel, device: str) -> int:
     """Return the bytes of one row's states, see `StateCache`; device: its type."""
     size, waiting = 0, WINDOWS[device]
