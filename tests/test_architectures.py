@@ -177,7 +177,7 @@ REFUSED = {
     "moshi": ("Moshi", MOSHI, NO_WINDOW),
     "llama4": ("Llama4Text", GQA | HEAD, r"attention of another kind \(chunked_attention\)"),
     "llama4_without_chunks": ("Llama4Text", FULL, "scales attention by a token's place in the in"),
-    "inkling": ("InklingText", INKLING, r"attention arguments \['position_bias'\]"),
+    "inkling": ("InklingText", INKLING, "a recurrent state"),
     "deepseek_v32": ("DeepseekV32", DEEPSEEK, r"attention of another kind \(indexed_attention\)"),
     "gpt_oss": ("GptOss", GQA | HEAD | LOCAL, r"attention arguments \['s_aux'\]"),
     "doge": ("Doge", GQA, "an attention mask of its own"),

@@ -37,16 +37,19 @@ ORIGINAL = "_bubblespec_original"  # attribute of a function
 def serve_states(model: PreTrainedModel) -> list[int]:
     """Let a model's layers with a state compute packed tokens; return their numbers.
 
-    None where a layer has a recurrence of another kind."""
+    There are none where a layer is of another kind."""
     numbers = []
     for module in _with_state(model):
         home, own = sys.modules[type(module).__module__], None
         separate = lambda kind, layers: one_by_one(layers)  # noqa: E731
-        if hasattr(home, "torch_chunk_gated_delta_rule"):
-            own = GatedDelta(module, separate)
-        elif not hasattr(module, "A_log"):
-            own = ShortConvolution(module, separate)
-        elif not hasattr(home, "mamba2_chunk_scan"):
+        try:
+            if hasattr(home, "torch_chunk_gated_delta_rule"):
+                own = GatedDelta(module, separate)
+            elif not hasattr(module, "A_log"):
+                own = ShortConvolution(module, separate)
+        except AttributeError:
+            return []
+        if own is None and not hasattr(home, "mamba2_chunk_scan"):
             return []
         numbers.append(module.layer_idx)
         if "forward" in vars(module):

@@ -12,6 +12,8 @@ import signal
 import sys
 import warnings
 from collections import defaultdict
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -28,7 +30,8 @@ from bubblespec.engine.model_checks import prepare_model
 from bubblespec.engine.runner import ModelRunner
 from bubblespec.errors import InputError
 from bubblespec.types import Row, SampleId
-from tests.helpers.models import VOCAB
+from tests.helpers.models import VOCAB, config_of
+from tests.test_architectures import SERVED
 
 LENGTH, NEW = 48, 20
 MAX_PARAMETERS, LIMIT_S = 20_000_000, 120
@@ -66,27 +69,24 @@ class TooLong(Exception):
     """A model took too long."""
 
 
+def is_of(entry: tuple, kind: str) -> bool:
+    """Whether an entry of the tests is of a model type."""
+    return getattr(transformers, f"{entry[0]}Config").model_type == kind
+
+
 def small_model(kind: str) -> transformers.PreTrainedModel:
-    """Build a small model of a configuration's class name; raise what transformers raises."""
-    defaults = transformers.CONFIG_MAPPING[kind]()
-    text = defaults.get_text_config(decoder=True)
-    given = {key: value for key, value in SMALL.items() if hasattr(text, key)}
-    for key, kinds in ((key, getattr(text, key, None)) for key in ("layer_types",)):
-        if kinds:
-            found = [of for of in KINDS if of in kinds] or sorted(set(kinds))
-            given |= {key: found, "num_hidden_layers": len(found)}
-    attempts = [given, {k: v for k, v in given.items() if k != "layer_types"}]
-    attempts += [{k: v for k, v in given.items() if k not in ("head_dim", "layer_types")}]
-    for number, options in enumerate(attempts):
+    """Build a small model of a model type; raise what transformers raises."""
+    tested = [partial(config_of, *entry) for entry in SERVED.values() if is_of(entry, kind)]
+    for number, make in enumerate(configs := tested or guesses(kind)):
         try:
-            config = type(text)(**options)
+            config = make()
             with torch.device("meta"):
                 model = AutoModelForCausalLM.from_config(config)
             if sum(p.numel() for p in model.parameters()) > MAX_PARAMETERS:
                 raise ValueError("its numbers have other names")
             break
         except Exception:
-            if number == len(attempts) - 1:
+            if number == len(configs) - 1:
                 raise
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config).eval()
@@ -94,6 +94,25 @@ def small_model(kind: str) -> transformers.PreTrainedModel:
         if parameter.dim() > 1 and not parameter.std() > 0:  # routers begin as zeros
             torch.nn.init.normal_(parameter, std=0.2)
     return model.double()
+
+
+def guesses(kind: str) -> list[Callable]:
+    """Return calls that may make a small configuration of a model type."""
+    defaults = transformers.CONFIG_MAPPING[kind]()
+    text = defaults.get_text_config(decoder=True)
+    given = {key: value for key, value in SMALL.items() if hasattr(text, key)}
+    if "kv_lora_rank" in given:  # latent attention
+        given |= {"num_key_value_heads": 4, "head_dim": 8}
+    if kinds := getattr(text, "layer_types", None):
+        found = [of for of in KINDS if of in kinds] or sorted(set(kinds))
+        if not {"hybrid", "full_attention", "sliding_attention"} & set(found):
+            found.append("full_attention")
+        given |= {"layer_types": found, "num_hidden_layers": len(found)}
+    without = ("layer_types", "head_dim")
+    attempts = [given, {key: of for key, of in given.items() if key != "layer_types"}]
+    attempts += [{key: of for key, of in given.items() if key not in without}]
+    attempts += [of | {"bos_token_id": 1, "eos_token_id": 2} for of in attempts]
+    return [partial(type(text), **options) for options in attempts]
 
 
 def outcome(kind: str) -> str:
