@@ -1,5 +1,7 @@
 """Layers with a state: against their formulas token by token, and under any change of schedule."""
 
+import copy
+
 import pytest
 import torch
 
@@ -116,3 +118,20 @@ def test_gradients_of_packed_sequences_equal_those_of_the_model(name, monkeypatc
     for parameter, grad in found.items():
         size = wanted[parameter].abs().max().clamp(min=1.0)
         torch.testing.assert_close(grad / size, wanted[parameter] / size, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("name", ["qwen3_5", "granite_hybrid"])
+def test_copied_model_has_weights_of_its_own(name):
+    """The reference of a KL term is such a copy."""
+    model = build(*HYBRIDS[name])
+    prepare_model(model, 200)
+    other = copy.deepcopy(model)
+    prepare_model(other, 200)
+    ids, packing = torch.arange(1, 9), pack_sequences([5, 3], model.device)
+    before = forward_hidden(other, ids, packing)
+    assert torch.equal(before, forward_hidden(model, ids, packing))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.5)
+    assert torch.equal(before, forward_hidden(other, ids, packing))
+    assert not torch.equal(before, forward_hidden(model, ids, packing))

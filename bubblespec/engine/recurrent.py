@@ -11,6 +11,7 @@ Shape legend: N packed tokens, H heads, G key heads, K and V width of keys and v
 import functools
 import sys
 from collections.abc import Callable, Iterator
+from types import MethodType
 from typing import Any
 
 import torch
@@ -52,15 +53,14 @@ def serve_states(model: PreTrainedModel) -> list[int]:
         if own is None and not hasattr(home, "mamba2_chunk_scan"):
             return []
         numbers.append(module.layer_idx)
-        if "forward" in vars(module):
-            continue
+        original = MethodType(type(module).forward, module)  # a copied model has the other one's
         if own is not None:
-            module.forward = functools.partial(_forward, module.forward, own)
+            module.forward = functools.partial(_forward, original, own)
             continue
         for name, compute in FUNCTIONS.items():
             if not hasattr(function := getattr(home, name), ORIGINAL):
                 setattr(home, name, _replacing(function, compute))
-        module.forward = functools.partial(module.forward, **{NUMBER: module.layer_idx})
+        module.forward = functools.partial(original, **{NUMBER: module.layer_idx})
     return sorted(numbers)
 
 
