@@ -23,7 +23,7 @@ from tests.helpers.runs import (
 from tests.helpers.streaming import stream_always
 from tests.helpers.threads import train_on_threads
 
-HYBRID = "/tmp/w/thyb"
+HYBRID = "model.path=configs/tiny_hybrid"  # two of its three layers have a state
 SHAPES = {
     "in order": [REWARD],
     "tail batching": [
@@ -34,7 +34,8 @@ SHAPES = {
     "dynamic sampling": [  # with a reward that is often the same for a whole group
         "rollout.dynamic_sampling_max_batches=2"
     ],
-    "hybrid": [REWARD, f"model.path={HYBRID}"],
+    "hybrid": [REWARD, HYBRID, "loss.kl_coef=0.02"],
+    "hybrid, lora": [REWARD, HYBRID, *LORA_AND_TRUNCATION, "model.gradient_checkpointing=true"],
     "lora and truncation": [REWARD, *LORA_AND_TRUNCATION, "loss.kl_coef=0.02"],
 }
 OPTIONS = {
@@ -71,6 +72,7 @@ CASES = [
     ("hybrid", "drafts+few slots+streamed", 2, "kill"),
     ("hybrid", "late+drafts", 3, "stop"),
     ("hybrid", "drafter", 1, None),
+    ("hybrid, lora", "drafts", 2, "kill"),
     ("lora and truncation", "drafter", 1, None),
     ("lora and truncation", "copy", 2, "kill"),
 ]
