@@ -9,6 +9,7 @@ Shape legend: N packed tokens, H heads, G key heads, K and V width of keys and v
 """
 
 import functools
+import logging
 import sys
 from collections.abc import Callable, Iterator
 from types import MethodType
@@ -40,6 +41,8 @@ def serve_states(model: PreTrainedModel) -> list[int]:
 
     There are none where a layer is of another kind."""
     numbers = []
+    # It advises packages in place of functions that are hardly used here.
+    logging.getLogger("transformers.integrations.hub_kernels").setLevel(logging.ERROR)
     for module in _with_state(model):
         home, own = sys.modules[type(module).__module__], None
         separate = lambda kind, layers: one_by_one(layers)  # noqa: E731

@@ -8,6 +8,8 @@ Shape legend: N packed tokens, P >= N places in windows (states.py), H value hea
 and V their dimensions, C width of the residual.
 """
 
+import functools
+import importlib.util
 from collections.abc import Callable
 from typing import Any
 
@@ -112,10 +114,23 @@ def recurrence(packing: Packing, layer: int, q, k, v, log_decay, beta=None) -> t
     if fold > 1:
         q, k = (of.repeat_interleave(fold, 1) for of in (q, k))
     if isinstance(packing, SequencePacking):
+        if beta is not None and (kernel := delta_kernel(q.device)) is not None:
+            low = (of[None].to(torch.bfloat16) for of in (q, k, v))  # it takes no float32
+            borders = packing.varlen.offsets.long()
+            out = kernel(*low, log_decay[None], beta[None], scale=1.0, cu_seqlens=borders)[0]
+            return out[0].to(q.dtype)
         return _whole(packing, q, k, v, log_decay, beta)
     windows = packing.windows
     fed = (of if of is None else windows.padded(of) for of in (q, k, v, log_decay, beta))
     return windows.packed(advance(packing, layer, *fed))
+
+
+@functools.cache
+def delta_kernel(device: torch.device) -> Callable | None:
+    """Return flash-linear-attention's gated delta rule, where it is installed, for a GPU."""
+    if device.type != "cuda" or importlib.util.find_spec("fla") is None:
+        return None
+    return importlib.import_module("fla.ops.gated_delta_rule").chunk_gated_delta_rule
 
 
 def _whole(packing: SequencePacking, q, k, v, log_decay, beta) -> torch.Tensor:
