@@ -146,10 +146,11 @@ def _one_layer_config(config: PreTrainedConfig, number: int) -> PreTrainedConfig
             setattr(decoder, key, type(value)([value[number]]))
     decoder.num_hidden_layers = 1
     decoder.vocab_size = PLACEHOLDER_VOCABULARY
+    decoder.attn_temperature_tuning = False  # by the place in a packed input
     # Full attention: training (`UnrolledPacking`) knows no window.
     if getattr(decoder, "layer_types", None) is None:
         decoder.sliding_window = None
-    elif decoder.layer_types == ["sliding_attention"]:
+    elif decoder.layer_types[0] in ("sliding_attention", "chunked_attention"):
         decoder.layer_types = ["full_attention"]
     for key in ("pad_token_id", "bos_token_id", "eos_token_id"):
         setattr(decoder, key, None)
