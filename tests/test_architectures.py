@@ -297,8 +297,10 @@ def test_mistake_in_cached_attention_is_refused(name, factor, has_window, monkey
     """A large mistake where parts are in float32; a small one in float64."""
     correct = torch_ops.attend
 
-    def mistaken(query, packing, cache, scaling, window=None):
-        return correct(query, packing, cache, scaling * factor, window if has_window else None)
+    def mistaken(query, packing, cache, options):
+        window = options.window if has_window else None
+        wrong = options._replace(scaling=options.scaling * factor, window=window)
+        return correct(query, packing, cache, wrong)
 
     monkeypatch.setattr(torch_ops, "attend", mistaken)
     check_refused(build(*SERVED[name]), "logits through the K/V cache differ")

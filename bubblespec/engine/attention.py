@@ -86,9 +86,7 @@ def own_modules(model: PreTrainedModel) -> Iterator[None]:
         model.set_attn_implementation(NAME)
 
 
-def _sdpa(
-    packing: SequencePacking, query, key, value, options: AttentionOptions
-) -> torch.Tensor:
+def _sdpa(packing: SequencePacking, query, key, value, options: AttentionOptions) -> torch.Tensor:
     queries_per_kv = query.shape[1] // key.shape[1]
     groups, packed_order = packing.groups
     attended = []
@@ -111,9 +109,7 @@ def _sdpa(
     return torch.cat(attended).index_select(0, packed_order)
 
 
-def _varlen(
-    packing: SequencePacking, query, key, value, options: AttentionOptions
-) -> torch.Tensor:
+def _varlen(packing: SequencePacking, query, key, value, options: AttentionOptions) -> torch.Tensor:
     (offsets, longest), back = packing.varlen, _keys_back(options)
     scaling = options.scaling
     tensors = [t if t.stride(-1) == 1 else t.contiguous() for t in (query, key, value)]

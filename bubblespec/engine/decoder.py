@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 
 from bubblespec.engine.comparison import norm_of
 from bubblespec.engine.kv_cache import CachePacking
-from bubblespec.engine.model import layer_heads, state_layers
+from bubblespec.engine.model import body_of, layer_heads, state_layers
 from bubblespec.engine.ops import ops_for, torch_ops
 from bubblespec.engine.ops.softmax import AttentionOptions
 from bubblespec.engine.ops.view import Norm
@@ -79,7 +79,7 @@ class Decoder:
 
         num_heads: H and K of these products, by default the model's; attend: by
         default that of the device. Raises ValueError for a model that lacks a part."""
-        base: Any = model.base_model
+        base: Any = body_of(model)
         config: Any = model.config.get_text_config(decoder=True)
         try:
             self.embed, self.rotary_emb = base.embed_tokens, _part(base, "rotary_emb", "pos_emb")

@@ -29,6 +29,7 @@ from bubblespec.engine.decoder import IS_WRITTEN_OUT, Decoder, is_like_llama, st
 from bubblespec.engine.model import (
     OWN_HIDDEN,
     STATE_LAYERS,
+    body_of,
     forward_hidden,
     layer_kinds,
     of_layers,
@@ -237,8 +238,8 @@ def _check_masks(model: PreTrainedModel, calls: list[Call], max_length: int) -> 
             if not (shown == seen).all():
                 raise ValueError(
                     f"layer {layer} passes {handed} to its attention function, and the engine "
-                    f"derives the mask from that and chunks alone; over {max_length} tokens the model's own "
-                    f"mask differs"
+                    f"derives the mask from that and its chunks alone; over {max_length} tokens "
+                    f"the model's own mask differs"
                 )
 
 
@@ -259,7 +260,7 @@ def record_calls(model: PreTrainedModel, tokens: torch.Tensor) -> list[Call]:
     AttentionInterface.register(RECORDER, attend)
     AttentionMaskInterface.register(RECORDER, make_mask)
     model.set_attn_implementation(RECORDER)
-    model.base_model(input_ids=tokens[None], use_cache=False)
+    body_of(model)(input_ids=tokens[None], use_cache=False)
     return calls
 
 
@@ -268,7 +269,7 @@ def _reference_logits(model: PreTrainedModel, tokens: torch.Tensor) -> torch.Ten
     if len(tokens) == CHECKED:
         logits = own_forward(model, model, tokens).logits[0, :, : output_head(model).num_tokens]
     else:  # without the logits of all positions, which may be many gigabytes
-        hidden = own_forward(model, model.base_model, tokens).last_hidden_state[0]
+        hidden = own_forward(model, body_of(model), tokens).last_hidden_state[0]
         logits = output_head(model)(hidden[-CHECKED:])
     if not logits.isfinite().all():
         raise ValueError(

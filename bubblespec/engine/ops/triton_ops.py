@@ -17,10 +17,10 @@ import triton
 import triton.language as tl
 
 from bubblespec.engine.kv_cache import LayerCache
+from bubblespec.engine.ops.softmax import AttentionOptions
 from bubblespec.engine.ops.triton_sampling import FUSED
 from bubblespec.engine.ops.triton_sampling import best_and_sum as best_and_sum
 from bubblespec.engine.ops.triton_sampling import draw as draw
-from bubblespec.engine.ops.softmax import AttentionOptions
 from bubblespec.engine.ops.view import TILE, AttentionMetadata, Norm
 
 
@@ -228,17 +228,15 @@ def attend(
     parts = (num_tokens * num_heads * splits, value_size) if splits > 1 else (1, 1)
     part = torch.empty(parts, dtype=torch.float32, device=query.device)
     weights = torch.empty((2, parts[0]), dtype=torch.float32, device=query.device)
-    sinks = options.sinks
+    sinks = out if options.sinks is None else options.sinks
     shape = {"E": value_size, "BLOCK_E": widths[1], "WINDOW": options.window or 0}
-    shape |= {"CHUNK": options.chunk or 0, "HAS_SINKS": sinks is not None}
-    sinks = out if sinks is None else sinks
+    shape |= {"CHUNK": options.chunk or 0, "HAS_SINKS": options.sinks is not None}
     _attend[(len(view.slot) * tiles, num_kv, splits)](
         query, keys, values, out, part, weights, sinks, view.table, view.first, view.slot,
-        view.position, options.scaling, options.cap or 0.0, *query.stride()[:2], keys.stride(0), view.table.stride(0), view.split, splits,
-        parts[0], tiles, HAS_CAP=options.cap is not None, H=num_heads, G=group, D=size,
-        PAGE=page_size, IS_WHOLE=splits == 1,
-        BLOCK_M=rows, BLOCK_N=block, BLOCK_D=widths[0], num_warps=num_warps,
-        num_stages=num_stages, **shape, **FUSED,
+        view.position, options.scaling, *query.stride()[:2], keys.stride(0), view.table.stride(0),
+        view.split, splits, parts[0], tiles, CAP=options.cap or 0.0, H=num_heads, G=group, D=size,
+        PAGE=page_size, IS_WHOLE=splits == 1, BLOCK_M=rows, BLOCK_N=block, BLOCK_D=widths[0],
+        num_warps=num_warps, num_stages=num_stages, **shape, **FUSED,
     )  # fmt: skip
     if splits > 1:
         _merge[(num_tokens, num_heads)](
@@ -251,10 +249,10 @@ def attend(
 @triton.jit
 def _attend(
     query_ptr, keys_ptr, values_ptr, out_ptr, part_ptr, weights_ptr, sinks_ptr, table_ptr,
-    first_ptr, slot_ptr, position_ptr, scaling, cap, query_stride, head_stride, page_stride,
-    table_stride, split, splits, num_parts, tiles, H: tl.constexpr, G: tl.constexpr,
-    D: tl.constexpr, E: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr,
-    CHUNK: tl.constexpr, HAS_CAP: tl.constexpr, HAS_SINKS: tl.constexpr, IS_WHOLE: tl.constexpr,
+    first_ptr, slot_ptr, position_ptr, scaling, query_stride, head_stride, page_stride,
+    table_stride, split, splits, num_parts, tiles, CAP: tl.constexpr, H: tl.constexpr,
+    G: tl.constexpr, D: tl.constexpr, E: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr,
+    CHUNK: tl.constexpr, HAS_SINKS: tl.constexpr, IS_WHOLE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
     """Sum one split of the keys of one key/value head, for a tile of a sequence's rows.
@@ -306,8 +304,8 @@ def _attend(
             is_value &= (e < E)[None, :]
         block = tl.load(keys_ptr + place + offset * D + d[None, :], mask=is_key, other=0.0)
         score = tl.dot(query, tl.trans(block))
-        if HAS_CAP:
-            score = _tanh(score * (scaling / cap)) * (cap * LOG2_E)
+        if CAP > 0:
+            score = _tanh(score * (scaling / CAP)) * (CAP * LOG2_E)
         else:
             score *= scaling * LOG2_E
         sees = key[None, :] <= position[:, None]

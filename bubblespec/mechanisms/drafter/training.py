@@ -97,9 +97,7 @@ class UnrolledPacking:
         self._keys: list[torch.Tensor] = []  # [S, heads, T, D] of each pass, and their values
         self._values: list[torch.Tensor] = []
 
-    def attend(
-        self, layer: int, query, key, value, options: AttentionOptions
-    ) -> torch.Tensor:
+    def attend(self, layer: int, query, key, value, options: AttentionOptions) -> torch.Tensor:
         """Return [N, heads, D] of query [N, heads, D] and key and value [N, key/value heads, D]."""
         queries_per_kv = query.shape[1] // key.shape[1]
         query, key, value = (
