@@ -17,6 +17,7 @@ from bubblespec.engine.model_checks import prepare_model
 from bubblespec.engine.ops import torch_ops
 from bubblespec.engine.runner import ModelRunner
 from bubblespec.types import Row, SampleId
+from tests.helpers.gradients import check_packed_gradients
 from tests.helpers.models import (
     ARCHITECTURES,
     GPT2,
@@ -182,6 +183,17 @@ def test_greedy_equals_generate(name, monkeypatch):
     rows = [Row(SampleId(i, 1, 0), prompt, LONGEST - 38) for i, prompt in enumerate(prompts)]
     engine.run(rows, SamplingParams(temperature=0.0, stop_token_ids=stops or ()))
     assert [row.tokens.tolist() for row in rows] == wanted
+
+
+@pytest.mark.parametrize("name", SCORES)
+def test_gradients_of_packed_sequences_equal_the_models(name, monkeypatch):
+    """Lengths on both sides of a window and of a chunk."""
+    lengths = [WINDOW + 9, 3, 1, WINDOW, 2 * WINDOW + 1]
+    found = check_packed_gradients(build(*SERVED[name]), lengths, LONGEST, monkeypatch)
+    sinks = [grad.abs().min() for parameter, grad in found.items() if "sinks" in parameter]
+    has_sinks = any("sinks" in parameter for parameter in found)
+    assert has_sinks == (name not in ("gemma2", "vaultgemma", "llama4", "llama4_without_chunks"))
+    assert all(least > 0 for least in sinks)
 
 
 NO_WINDOW = rf"layer 0 has a sliding window of {WINDOW} tokens, but passes no sliding window to"

@@ -231,7 +231,7 @@ def test_kernels_refuse_other_attention(monkeypatch, kernel, option):
     def check(name: str) -> None:
         KERNELS[name](packing, query, query, query, AttentionOptions(0.3, **option))
 
-    with pytest.raises(ValueError, match=f"{kernel} computes no caps, sinks and chunks"):
+    with pytest.raises(ValueError, match=f"attention: {kernel} computes no caps, sinks"):
         choose_kernel(kernel, GPU, NO_HEADS, check)
     chosen, line = choose_kernel("auto", GPU, NO_HEADS, check)
     assert chosen == "sdpa" and "varlen computes no caps, sinks and chunks" in line

@@ -109,6 +109,10 @@ def _sdpa(packing: SequencePacking, query, key, value, options: AttentionOptions
     return torch.cat(attended).index_select(0, packed_order)
 
 
+class NotComputed(ValueError):
+    """A kernel of training does not compute the attention of a layer."""
+
+
 def _varlen(packing: SequencePacking, query, key, value, options: AttentionOptions) -> torch.Tensor:
     (offsets, longest), back = packing.varlen, _keys_back(options)
     scaling = options.scaling
@@ -135,9 +139,9 @@ def _flash(
 
 
 def _keys_back(options: AttentionOptions) -> int:
-    """Return how many keys before its own a query sees, -1 for all; raise ValueError for others."""
+    """Return how many keys before its own a query sees, -1 for all. Raises NotComputed."""
     if not options.has_only_a_window:
-        raise ValueError("it computes no caps, sinks and chunks of attention; set sdpa")
+        raise NotComputed("computes no caps, sinks and chunks of attention; set sdpa")
     return -1 if options.window is None else options.window - 1
 
 
@@ -183,6 +187,8 @@ def choose_kernel(
 def _failure_or(difference_of: Callable[[str], str | None], kernel: str) -> str | None:
     try:
         return difference_of(kernel)
+    except NotComputed as error:
+        return str(error)
     except Exception as error:  # a package built for another torch, a driver, the kernel itself
         return f"fails: {one_line(error)}"
 
