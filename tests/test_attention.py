@@ -161,11 +161,11 @@ def test_kernels_are_compared_with_sdpa_in_training(make_model, monkeypatch):
     model = make_model("mistral-window", max_length=64)
     tokens, packing = random_tokens(model, sum(TRAINED)), pack_sequences(TRAINED, model.device)
     for factor, differs in ((1.0, False), (1.5, True)):
-        wrong = (
-            lambda *of, factor=factor: KERNELS["sdpa"](  # noqa: E731
-                *of[:-1], of[-1]._replace(scaling=factor * of[-1].scaling)
-            )
-        )
+
+        def wrong(*given, factor=factor):
+            *rest, options = given
+            return KERNELS["sdpa"](*rest, options._replace(scaling=factor * options.scaling))
+
         monkeypatch.setitem(KERNELS, "varlen", wrong)
         found, wanted = (forward_hidden(model, tokens, packing, of) for of in ("varlen", "sdpa"))
         assert torch.equal(found, wanted) != differs
