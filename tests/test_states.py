@@ -1,4 +1,4 @@
-"""Layers with a state: against their formulas token by token, and under every change of schedule."""
+"""Layers with a state: against their formulas token by token, and under any change of schedule."""
 
 import pytest
 import torch
@@ -6,7 +6,7 @@ import torch
 from bubblespec.engine.batch import SamplingParams
 from bubblespec.engine.model_checks import prepare_model
 from bubblespec.engine.ops import torch_states as ops
-from bubblespec.engine.recurrent import CHUNK
+from bubblespec.engine.state_layers import CHUNK
 from tests.helpers.generation import STOP, Drafter, as_dict, make_engine, make_prompts, make_rows
 from tests.helpers.gradients import check_packed_gradients
 from tests.test_architectures import HYBRIDS, build
@@ -16,7 +16,7 @@ ROWS, HEADS, KEY, VALUE = 3, 2, 5, 4
 
 
 def token_by_token(state, q, k, v, log_decay, beta):
-    """The recurrence as the papers write it: returns the outputs, and the state behind each token."""
+    """The recurrence as the papers write it: its outputs, and the state behind each token."""
     outs, states = [], []
     for t in range(v.shape[2]):
         state = state * log_decay[:, :, t, None, None].exp()
@@ -60,9 +60,7 @@ def test_window_equals_its_tokens_one_by_one(width, has_beta):
         torch.testing.assert_close(folded[row], expected, rtol=0, atol=1e-12)
 
 
-@pytest.fixture(
-    scope="module", params=["qwen3_5", "qwen3_next", "lfm2", "granite_hybrid", "falcon_h1"]
-)
+@pytest.fixture(scope="module", params=["qwen3_5", "qwen3_next", "granite_hybrid"])
 def baseline(request):
     """Sampled rows of one schedule, which every other schedule must reproduce."""
     model = build(*HYBRIDS[request.param])
@@ -80,8 +78,7 @@ ONE = {"num_slots": 1, "max_num_batched_tokens": 1}
 PAGES = {"num_slots": 8, "page_size": 5, "num_pages": 45}
 
 
-@pytest.mark.parametrize("corrupted", [None, 0.0, 0.3, 1.0])
-@pytest.mark.parametrize("options", [ALL, FEW, ONE, PAGES])
+@pytest.mark.parametrize("corrupted, options", [(0.0, ALL), (0.3, FEW), (None, ONE), (0.3, PAGES)])
 def test_tokens_with_any_schedule_and_drafts_are_equal(baseline, corrupted, options):
     model, prompts, wanted = baseline
     engine = make_engine(model, seed=5, max_length=200, **options)
@@ -97,7 +94,3 @@ def test_gradients_of_packed_sequences_equal_those_of_the_model(name, monkeypatc
     """Lengths on both sides of a window; the reference computes each sequence alone."""
     model, lengths = build(*HYBRIDS[name]), [CHUNK + 9, 3, 1, CHUNK, 2 * CHUNK + 1]
     check_packed_gradients(model, lengths, 200, monkeypatch)
-
-
-def test_text_of_an_image_text_checkpoint_is_trained_and_its_head_kept(tmp_path):
-    """Saved under the names that transformers and vLLM read."""

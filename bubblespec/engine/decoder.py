@@ -26,7 +26,7 @@ from bubblespec.engine.ops import ops_for, torch_ops
 from bubblespec.engine.ops.softmax import AttentionOptions
 from bubblespec.engine.ops.view import Norm
 from bubblespec.engine.state_layers import GatedDelta, Mixer, ShortConvolution
-from bubblespec.engine.weights import Linears, Multiply, ProductOf, linear_of, stack
+from bubblespec.engine.weights import Multiply, ProductOf, linear_of, one_by_one, stack
 
 IS_WRITTEN_OUT = "_bubblespec_is_written_out"  # attribute of a model
 # transformers' names of the activations that `gated` computes.
@@ -176,13 +176,6 @@ def stacked(model: PreTrainedModel) -> ProductOf:
 def product_of(layer: torch.nn.Linear | None) -> Multiply | None:
     """Return the product of a layer, which may change its class, without a module's hooks."""
     return layer and (lambda x: layer.forward(x))
-
-
-def one_by_one(layers: Linears) -> Multiply:
-    """Return the product of layers that are computed one after another."""
-    if len(layers) == 1:
-        return layers[0]
-    return lambda x: torch.cat([layer(x) for layer in layers], dim=-1)
 
 
 def _part(owner: Any, *names: str) -> Any:

@@ -1,11 +1,9 @@
-"""transformers' layers with a state over packed tokens.
+"""transformers' modules with a state over packed tokens.
 
-Their modules pass their keyword arguments on to functions of the file that they are in: a causal
-convolution, and a gated delta rule or a scan (Mamba-2). These are replaced by functions that know
-the packing; without one they compute what they did. What a module does around them stays its own.
-
-transformers computes the rules in float32, whatever a model's type; here a float64 model's are
-computed in float64.
+Gated delta layers and short convolutions compute what is written out in state_layers.py. Modules of
+Mamba-2 pass their keyword arguments on to two functions of the file that they are in, a causal
+convolution and a scan: these are replaced by functions that know the packing. Without a packing all
+of them compute what they did.
 
 Shape legend: N packed tokens, H heads, G key heads, K and V width of keys and values, C channels.
 """
@@ -21,29 +19,45 @@ from torch.nn.functional import softplus
 from transformers import PreTrainedModel
 from transformers.activations import ACT2FN
 
-from bubblespec.engine.model import SequencePacking
-from bubblespec.engine.ops import torch_states as ops
-from bubblespec.engine.states import WINDOWS, advance, convolve
+from bubblespec.engine.state_layers import (
+    GatedDelta,
+    ShortConvolution,
+    convolution,
+    recurrence,
+)
+from bubblespec.engine.states import WINDOWS
+from bubblespec.engine.weights import one_by_one
 
 NUMBER = "state_layer"  # keyword argument: the number of a layer
 # Names of the number of heads in families' modules, and of their keys' and values' sizes.
 SIZES = ("num_v_heads", "num_heads"), ("head_k_dim", "ssm_state_size"), ("head_v_dim", "head_dim")
-CHUNK = 64  # tokens of whole sequences that are computed at once
 ORIGINAL = "_bubblespec_original"  # attribute of a function
 
 
 def serve_states(model: PreTrainedModel) -> list[int]:
-    """Let a model's layers with a state compute packed tokens; return their numbers."""
+    """Let a model's layers with a state compute packed tokens; return their numbers.
+
+    None where a layer has a recurrence of another kind."""
     numbers = []
     for module in _with_state(model):
-        home = sys.modules[type(module).__module__]
-        for name in FUNCTIONS:
-            function = getattr(home, name, None)
-            if function is not None and not hasattr(function, ORIGINAL):
-                setattr(home, name, _replacing(function, FUNCTIONS[name]))
-        if "forward" not in vars(module):
-            module.forward = functools.partial(module.forward, **{NUMBER: module.layer_idx})
+        home, own = sys.modules[type(module).__module__], None
+        separate = lambda kind, layers: one_by_one(layers)  # noqa: E731
+        if hasattr(home, "torch_chunk_gated_delta_rule"):
+            own = GatedDelta(module, separate)
+        elif not hasattr(module, "A_log"):
+            own = ShortConvolution(module, separate)
+        elif not hasattr(home, "mamba2_chunk_scan"):
+            return []
         numbers.append(module.layer_idx)
+        if "forward" in vars(module):
+            continue
+        if own is not None:
+            module.forward = functools.partial(_forward, module.forward, own)
+            continue
+        for name, compute in FUNCTIONS.items():
+            if not hasattr(function := getattr(home, name), ORIGINAL):
+                setattr(home, name, _replacing(function, compute))
+        module.forward = functools.partial(module.forward, **{NUMBER: module.layer_idx})
     return sorted(numbers)
 
 
@@ -74,6 +88,14 @@ def _first(module: Any, names: tuple[str, ...]) -> int:
     return next((getattr(module, name) for name in names if hasattr(module, name)), 0)
 
 
+def _forward(
+    original: Callable, own: Callable, hidden_states: torch.Tensor, packing: Any = None, **kwargs
+) -> torch.Tensor:
+    if packing is None:
+        return original(hidden_states=hidden_states, **kwargs)
+    return own(hidden_states[0], packing)[None]
+
+
 def _replacing(original: Callable, compute: Callable) -> Callable:
     @functools.wraps(original)
     def replaced(*args, packing: Any = None, **kwargs):
@@ -89,24 +111,8 @@ def _convolution(
     packing, hidden_states, weight, bias=None, activation=None, *, state_layer, **kwargs
 ) -> torch.Tensor:
     """Return [1, C, N] of hidden states [1, C, N], a weight [C, k] and a bias [C]."""
-    x = hidden_states[0].t()
-    if isinstance(packing, SequencePacking):
-        out = ops.taps_of_sequences(x, packing.position, weight, bias)
-    else:
-        out = packing.windows.packed(convolve(packing, state_layer, x, weight, bias))
+    out = convolution(packing, state_layer, hidden_states[0].t(), weight, bias)
     return (out if activation is None else ACT2FN[activation](out)).t()[None]
-
-
-def _delta_rule(
-    packing, query, key, value, g, beta, *, state_layer, use_qk_l2norm_in_kernel=False, **kwargs
-) -> tuple[torch.Tensor, None]:
-    """Return [1, N, H, V] of query and key [1, N, G, K], value [1, N, H, V], g, beta [1, N, H]."""
-    q, k, v, g, beta = (_wide(of[0]) for of in (query, key, value, g, beta))
-    if use_qk_l2norm_in_kernel:
-        q, k = unit(q), unit(k)
-    q = q * q.shape[-1] ** -0.5
-    out = _advance(packing, state_layer, q, k, v, g, beta)
-    return out.to(query.dtype)[None], None
 
 
 def _scan(
@@ -117,59 +123,14 @@ def _scan(
     dt = dt[0] if dt_bias is None else dt[0] + dt_bias.to(dt.dtype)
     dt = (softplus(dt) if dt_softplus else dt).clamp(*dt_limit)
     x, k, q, dt = (_wide(of) for of in (hidden_states[0], B[0], C[0], dt))
-    out = _advance(packing, state_layer, q, k, x * dt.unsqueeze(-1), A.to(x.dtype) * dt, None)
+    out = recurrence(packing, state_layer, q, k, x * dt.unsqueeze(-1), A.to(x.dtype) * dt, None)
     if D is not None:
         out = out + D.unsqueeze(-1) * x
     return (out[None], None) if return_final_states else out[None]
-
-
-def unit(x: torch.Tensor) -> torch.Tensor:
-    """Return x [..., K] at length 1."""
-    return x * (x.square().sum(-1, keepdim=True) + 1e-6).rsqrt()
 
 
 def _wide(x: torch.Tensor) -> torch.Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
-def _advance(packing, layer: int, q, k, v, log_decay, beta) -> torch.Tensor:
-    """Return outputs [N, H, V]; each of the G heads of q and k is for H / G adjacent ones of v."""
-    fold = v.shape[1] // k.shape[1]
-    if fold > 1:
-        q, k = (of.repeat_interleave(fold, 1) for of in (q, k))
-    if isinstance(packing, SequencePacking):
-        return _whole(packing, q, k, v, log_decay, beta)
-    windows = packing.windows
-    fed = (of if of is None else windows.padded(of) for of in (q, k, v, log_decay, beta))
-    return windows.packed(advance(packing, layer, *fed))
-
-
-def _whole(packing: SequencePacking, q, k, v, log_decay, beta) -> torch.Tensor:
-    """Return the outputs of whole sequences, with gradients."""
-    groups, packed_order = packing.groups
-    found = []
-    for count, length, gather, keep in groups:
-        fed = [
-            of
-            if of is None
-            else of.index_select(0, gather).unflatten(0, (count, length)).transpose(1, 2)
-            for of in (q, k, v, log_decay, beta)
-        ]
-        state, outs = None, []
-        for begin in range(0, length, CHUNK):
-            part = slice(begin, min(begin + CHUNK, length))
-            own = [of if of is None else of[:, :, part] for of in fed]
-            out, d, sums = ops.window(state, *own)
-            outs.append(out)
-            if part.stop < length:
-                state = ops.behind(state, own[1], d, sums)
-        out = torch.cat(outs, 2).transpose(1, 2).flatten(0, 1)
-        found.append(out.index_select(0, keep))
-    return torch.cat(found).index_select(0, packed_order)
-
-
-FUNCTIONS: dict[str, Callable] = {
-    "causal_conv1d_fn": _convolution,
-    "torch_chunk_gated_delta_rule": _delta_rule,
-    "mamba2_chunk_scan": _scan,
-}
+FUNCTIONS: dict[str, Callable] = {"causal_conv1d_fn": _convolution, "mamba2_chunk_scan": _scan}

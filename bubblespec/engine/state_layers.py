@@ -1,7 +1,8 @@
 """Layers with a state, written out: gated delta layers and short convolutions.
 
-Their products are values, as in decoder.py. recurrent.py has the same layers as transformers'
-modules, which train.
+They compute over a cache, or whole sequences with gradients. Their products are values, as in
+decoder.py. transformers computes parts in float32 whatever a model's type; here a float64 model is
+computed in float64.
 
 Shape legend: N packed tokens, P >= N places in windows (states.py), H value heads, G key heads, K
 and V their dimensions, C width of the residual.
@@ -15,12 +16,18 @@ from torch.nn.functional import silu, softplus
 
 from bubblespec.engine.comparison import norm_of
 from bubblespec.engine.kv_cache import CachePacking
+from bubblespec.engine.model import SequencePacking
+from bubblespec.engine.ops import torch_states as ops
 from bubblespec.engine.ops.torch_ops import gated_norm
-from bubblespec.engine.recurrent import unit
+from bubblespec.engine.ops.torch_states import unit
 from bubblespec.engine.states import advance, convolve
 from bubblespec.engine.weights import ProductOf
 
-Mixer = Callable[[torch.Tensor, CachePacking], torch.Tensor]
+Packing = CachePacking | SequencePacking
+Mixer = Callable[[torch.Tensor, Packing], torch.Tensor]
+
+
+CHUNK = 64  # tokens of whole sequences that are computed at once
 
 
 class GatedDelta:
@@ -41,27 +48,21 @@ class GatedDelta:
         self.out = product_of("out", (m.o_proj if hasattr(m, "o_proj") else m.out_proj,))
         self.rate = 2.0 if getattr(m, "allow_neg_eigval", False) else 1.0
 
-    def __call__(self, h: torch.Tensor, packing: CachePacking) -> torch.Tensor:
+    def __call__(self, h: torch.Tensor, packing: Packing) -> torch.Tensor:
         """Return [N, C] of normed states [N, C]."""
-        m, windows = self.module, packing.windows
+        m = self.module
         mixed, z, b, a = self._split(self.product(h))
-        weight = m.conv1d.weight.squeeze(1)
-        mixed = silu(convolve(packing, m.layer_idx, mixed, weight, m.conv1d.bias))
+        mixed = silu(convolution(packing, m.layer_idx, mixed, m.conv1d.weight[:, 0], m.conv1d.bias))
         wide = torch.promote_types(h.dtype, torch.float32)
         qk, v = mixed.to(wide).split((2 * m.key_dim, m.value_dim), -1)
-        both = unit(qk.unflatten(1, (2, m.num_k_heads, m.head_k_dim)))
-        fold = m.num_v_heads // m.num_k_heads
-        if fold > 1:
-            both = both.repeat_interleave(fold, 2)
-        q, k = both.unbind(1)
+        q, k = unit(qk.unflatten(1, (2, m.num_k_heads, m.head_k_dim))).unbind(1)
         decay = -m.A_log.to(wide).exp() * softplus(a.to(wide) + m.dt_bias)
         beta = b.sigmoid().to(wide)
         if self.rate != 1.0:
             beta = beta * self.rate
-        decay, beta = windows.padded(torch.stack((decay, beta), 1)).unbind(1)
         v = v.unflatten(1, (m.num_v_heads, m.head_v_dim))
-        out = advance(packing, m.layer_idx, q * m.head_k_dim**-0.5, k, v, decay, beta)
-        out = windows.packed(out).to(h.dtype)
+        out = recurrence(packing, m.layer_idx, q * m.head_k_dim**-0.5, k, v, decay, beta)
+        out = out.to(h.dtype)
         return self.out(gated_norm(out, z.view_as(out), self.norm).flatten(1))
 
     def _split(self, product: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -85,9 +86,57 @@ class ShortConvolution:
         self.product = product_of("qkv", (module.in_proj,))
         self.out = product_of("out", (module.out_proj,))
 
-    def __call__(self, h: torch.Tensor, packing: CachePacking) -> torch.Tensor:
+    def __call__(self, h: torch.Tensor, packing: Packing) -> torch.Tensor:
         """Return [N, C] of normed states [N, C]."""
         before, behind, x = self.product(h).chunk(3, -1)
-        weight = self.conv.weight.squeeze(1)
-        out = convolve(packing, self.number, before * x, weight, self.conv.bias)
-        return self.out(behind * packing.windows.packed(out))
+        return self.out(
+            behind
+            * convolution(packing, self.number, before * x, self.conv.weight[:, 0], self.conv.bias)
+        )
+
+
+def convolution(
+    packing: Packing, layer: int, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+) -> torch.Tensor:
+    """Return a layer's causal convolution of x [N, C], with a weight [C, k]."""
+    if isinstance(packing, SequencePacking):
+        return ops.taps_of_sequences(x, packing.position, weight, bias)
+    return packing.windows.packed(convolve(packing, layer, x, weight, bias))
+
+
+def recurrence(packing: Packing, layer: int, q, k, v, log_decay, beta=None) -> torch.Tensor:
+    """Return a layer's outputs [N, H, V], see `ops.window`; q and k [N, G, K], v [N, H, V].
+
+    Each of the G heads of q and k is for H / G adjacent ones of v; log_decay and beta: [N, H]."""
+    fold = v.shape[1] // k.shape[1]
+    if fold > 1:
+        q, k = (of.repeat_interleave(fold, 1) for of in (q, k))
+    if isinstance(packing, SequencePacking):
+        return _whole(packing, q, k, v, log_decay, beta)
+    windows = packing.windows
+    fed = (of if of is None else windows.padded(of) for of in (q, k, v, log_decay, beta))
+    return windows.packed(advance(packing, layer, *fed))
+
+
+def _whole(packing: SequencePacking, q, k, v, log_decay, beta) -> torch.Tensor:
+    """Return the outputs of whole sequences, with gradients."""
+    groups, packed_order = packing.groups
+    found = []
+    for count, length, gather, keep in groups:
+        fed = [
+            of
+            if of is None
+            else of.index_select(0, gather).unflatten(0, (count, length)).transpose(1, 2)
+            for of in (q, k, v, log_decay, beta)
+        ]
+        state, outs = None, []
+        for begin in range(0, length, CHUNK):
+            part = slice(begin, min(begin + CHUNK, length))
+            own = [of if of is None else of[:, :, part] for of in fed]
+            out, d, sums = ops.window(state, *own)
+            outs.append(out)
+            if part.stop < length:
+                state = ops.behind(state, own[1], d, sums)
+        out = torch.cat(outs, 2).transpose(1, 2).flatten(0, 1)
+        found.append(out.index_select(0, keep))
+    return torch.cat(found).index_select(0, packed_order)

@@ -95,6 +95,8 @@ class StateCache:
         places = np.zeros(int(count.sum()), np.int64)
         for group in groups:
             slots = np.arange(group.start, group.stop)
+            slots = slots[count[slots] > 0]  # of the others it may not be known where they stand
+            are_all = len(slots) == group.stop - group.start
             is_fresh = start[slots] == 0
             kept = np.where(is_fresh, 0, start[slots] - self.base[slots])
             assert ((kept >= 0) & (kept <= self.waiting[slots])).all(), "a state is never ahead"
@@ -108,7 +110,7 @@ class StateCache:
                 row, at = ragged(left)
                 places[begin[row] + at] = size + row * width + at
                 size += len(slots) * width
-                rows = to_device(slots, device) if done else group
+                rows = group if are_all and not done else to_device(slots, device)
                 of_rows = to_device(kept, device), int(kept.max())
                 windows.append(Window(rows, fresh, *of_rows, to_device(tokens, device), width))
                 self.base[slots], self.waiting[slots] = start[slots] + done, left

@@ -18,11 +18,11 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from bubblespec.engine.attention import KERNELS
-from bubblespec.engine.decoder import Attention, Decoder, Layer, one_by_one
+from bubblespec.engine.decoder import Attention, Decoder, Layer
 from bubblespec.engine.model import HAS_CHECKPOINTS, SequencePacking
 from bubblespec.engine.ops.triton_training import AddNorm, Gated, Rotated
 from bubblespec.engine.ops.view import Norm
-from bubblespec.engine.weights import Kind, Linears, Multiply, join, stack
+from bubblespec.engine.weights import Kind, Linears, Multiply, join, one_by_one, stack
 
 
 def hidden(
