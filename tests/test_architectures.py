@@ -12,6 +12,7 @@ from transformers import GenerationConfig
 
 from bubblespec.engine import attention
 from bubblespec.engine.batch import SamplingParams
+from bubblespec.engine.decoder import is_written_out
 from bubblespec.engine.engine import Engine
 from bubblespec.engine.model_checks import prepare_model
 from bubblespec.engine.ops import torch_ops
@@ -194,6 +195,14 @@ def test_gradients_of_packed_sequences_equal_the_models(name, monkeypatch):
     has_sinks = any("sinks" in parameter for parameter in found)
     assert has_sinks == (name not in ("gemma2", "vaultgemma", "llama4", "llama4_without_chunks"))
     assert all(least > 0 for least in sinks)
+
+
+@pytest.mark.parametrize("cap", [None, 1e5])
+def test_cap_hidden_by_rounding_is_not_left_out(cap):
+    """Layers that are written out have no cap, and a comparison of bfloat16 would not show it."""
+    model = build("Gemma2", SERVED["gemma2"][1] | {"attn_logit_softcapping": cap}, torch.bfloat16)
+    prepare_model(model, LONGEST)
+    assert is_written_out(model) == (cap is None)
 
 
 NO_WINDOW = rf"layer 0 has a sliding window of {WINDOW} tokens, but passes no sliding window to"

@@ -12,6 +12,7 @@ import contextlib
 import importlib.util
 from collections.abc import Callable, Iterator
 from functools import partial
+from typing import Any
 
 import torch
 from torch.nn.attention.varlen import varlen_attn
@@ -69,7 +70,7 @@ def options_of(
     """Return the options of a layer that calls its attention function with these arguments.
 
     Chunks are in the configuration and in masks only."""
-    config = getattr(module, "config", None)
+    config: Any = getattr(module, "config", None)
     kinds = getattr(config, "layer_types", None)
     is_chunked = kinds is not None and kinds[module.layer_idx] == "chunked_attention"
     chunk = config.attention_chunk_size if is_chunked else None
