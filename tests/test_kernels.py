@@ -119,7 +119,7 @@ def test_kernels_pass_their_trials(monkeypatch, name):
     assert [problem_of(operation, sizes) for operation in ops.OPERATIONS] == [None] * 9
 
 
-@pytest.mark.parametrize("name", ["gemma2", "gpt_oss", "llama4"])
+@pytest.mark.parametrize("name", ["gemma2", "gpt_oss", "llama4", "qwen3_5"])
 def test_trial_of_attention_has_what_the_model_has(monkeypatch, name):
     stand_in(monkeypatch)
     sizes = sizes_of(random_model(config_of(*SERVED[name]), torch.float32))

@@ -2,8 +2,9 @@
 
 `bubblespec_attention` receives the packing as an extra keyword of the model's forward. Over a cache
 it calls the operations of ops/. Over whole sequences, in training, SDPA is the reference on every
-device; `varlen` (torch), `flash_attn` and `flash_attn_3` (packages) are CUDA kernels for the same,
-and read parts of one product with queries, keys and values in place.
+device, and an explicit softmax where a layer has a cap or sinks; `varlen` (torch), `flash_attn` and
+`flash_attn_3` (packages) are CUDA kernels for windows alone, and read parts of one product with
+queries, keys and values in place.
 
 Shape legend: N packed tokens, H query heads, K key/value heads, D head dimension, V vocabulary.
 """
