@@ -13,7 +13,7 @@ from bubblespec.engine.model_checks import prepare_model
 from bubblespec.engine.ops import torch_states as ops
 from bubblespec.engine.state_layers import CHUNK
 from tests.helpers.generation import STOP, Drafter, as_dict, make_engine, make_prompts, make_rows
-from tests.helpers.models import VOCAB, everything_in_full_precision
+from tests.helpers.gradients import check_packed_gradients
 from tests.test_architectures import HYBRIDS, build
 
 PARAMS = SamplingParams(temperature=0.9, top_p=0.97, stop_token_ids=STOP, min_length=2)
@@ -94,32 +94,11 @@ def test_tokens_with_any_schedule_and_drafts_are_equal(baseline, corrupted, opti
         engine.reset()
 
 
-def gradients(model, hidden) -> dict:
-    torch.manual_seed(1)
-    model.zero_grad()
-    (hidden * torch.randn_like(hidden)).sum().backward()
-    return {name: of.grad.clone() for name, of in model.named_parameters() if of.grad is not None}
-
-
 @pytest.mark.parametrize("name", ["qwen3_5", "qwen3_next", "olmo_hybrid", "lfm2", "nemotron_h"])
 def test_gradients_of_packed_sequences_equal_those_of_the_model(name, monkeypatch):
     """Lengths on both sides of a window; the reference computes each sequence alone."""
     model, lengths = build(*HYBRIDS[name]), [CHUNK + 9, 3, 1, CHUNK, 2 * CHUNK + 1]
-    everything_in_full_precision(monkeypatch, model)
-    if hasattr(model.config, "num_experts_per_tok"):
-        model.set_experts_implementation("eager")
-    torch.manual_seed(0)
-    ids = torch.randint(VOCAB, (sum(lengths),))
-    alone = [model.base_model(of[None], use_cache=False)[0][0] for of in ids.split(lengths)]
-    wanted = gradients(model, torch.cat(alone))
-    prepare_model(model, 200)
-    packed = forward_hidden(model, ids, pack_sequences(lengths, ids.device))
-    torch.testing.assert_close(packed, torch.cat(alone), rtol=0, atol=1e-10)
-    found = gradients(model, packed)
-    assert found.keys() == wanted.keys()
-    for parameter, grad in found.items():
-        size = wanted[parameter].abs().max().clamp(min=1.0)
-        torch.testing.assert_close(grad / size, wanted[parameter] / size, rtol=0, atol=1e-10)
+    check_packed_gradients(model, lengths, 200, monkeypatch)
 
 
 @pytest.mark.parametrize("name", ["qwen3_5", "granite_hybrid"])

@@ -21,8 +21,9 @@ from transformers import PreTrainedModel
 
 from bubblespec.engine.comparison import norm_of
 from bubblespec.engine.kv_cache import CachePacking
-from bubblespec.engine.model import layer_heads, state_layers
+from bubblespec.engine.model import body_of, layer_heads, state_layers
 from bubblespec.engine.ops import ops_for, torch_ops
+from bubblespec.engine.ops.softmax import AttentionOptions
 from bubblespec.engine.ops.view import Norm
 from bubblespec.engine.state_layers import GatedDelta, Mixer, ShortConvolution
 from bubblespec.engine.weights import Multiply, ProductOf, linear_of, one_by_one, stack
@@ -47,8 +48,7 @@ class Attention(NamedTuple):
     head_norms: tuple[Norm, Norm] | None  # of each query and key head (Qwen3)
     wide_norms: tuple[Norm, Norm] | None  # of all query and of all key heads together (OLMo 2)
     rotates: bool
-    scaling: float
-    window: int | None
+    options: AttentionOptions
     out: Multiply  # [N, H * D] to [N, C]
 
 
@@ -79,7 +79,7 @@ class Decoder:
 
         num_heads: H and K of these products, by default the model's; attend: by
         default that of the device. Raises ValueError for a model that lacks a part."""
-        base: Any = model.base_model
+        base: Any = body_of(model)
         config: Any = model.config.get_text_config(decoder=True)
         try:
             self.embed, self.rotary_emb = base.embed_tokens, _part(base, "rotary_emb", "pos_emb")
@@ -132,7 +132,7 @@ class Decoder:
         own = packing.cache.layer(layer.number, qkv[:, heads:behind_keys], qkv[:, behind_keys:])
         rotation = rotation if layer.rotates else None
         query = ops.rope_store(qkv, packing, own, rotation, layer.head_norms)
-        attended = self.attend(query, packing, own, layer.scaling, layer.window)
+        attended = self.attend(query, packing, own, layer.options)
         return layer.out((attended if gate is None else attended * gate).flatten(1))
 
     def _add_norm(
@@ -230,7 +230,9 @@ def _attention(attention: Any, config: Any, product_of: ProductOf) -> Attention:
         head_norms=None if is_wide else both,
         wide_norms=both if is_wide else None,
         rotates=bool(getattr(attention, "use_rope", True)),
-        scaling=attention.scaling,
-        window=getattr(attention, "sliding_window", getattr(config, "sliding_window", None)),
+        options=AttentionOptions(
+            attention.scaling,
+            getattr(attention, "sliding_window", getattr(config, "sliding_window", None)),
+        ),
         out=product_of("out", (out,)),
     )

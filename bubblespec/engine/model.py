@@ -140,7 +140,7 @@ def forward_hidden(
     own = vars(model).get(OWN_HIDDEN)
     if own is not None and isinstance(packing, SequencePacking) and not is_replaced(LAYERS):
         return own(model, input_ids, packing, kernel)
-    out = model.base_model(
+    out = body_of(model)(
         input_ids=input_ids[None],
         position_ids=packing.position[None],
         use_cache=False,
@@ -148,6 +148,14 @@ def forward_hidden(
         kernel=kernel,
     )
     return out.last_hidden_state[0]
+
+
+def body_of(model: PreTrainedModel) -> Any:
+    """Return the part of the model that computes hidden states.
+
+    Llama 4's `base_model` is the model itself, as the part has another name than its prefix."""
+    base = model.base_model
+    return getattr(model, "model", base) if base is model else base
 
 
 def output_head(model: PreTrainedModel) -> OutputHead:

@@ -71,7 +71,7 @@ class TrainedDecoder(Decoder):
             query, key, value = Rotated.apply(qkv, heads, *rotation)
         else:
             query, key, value = qkv.split(heads, 1)
-        attended = attend(query, key, value, scaling=mixer.scaling, window=mixer.window)
+        attended = attend(query, key, value, mixer.options)
         x = mixer.out(attended.flatten(1))
         if layer.after_mixer is not None:
             x = _add_norm(None, x, layer.after_mixer)[1]
