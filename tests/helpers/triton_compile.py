@@ -150,6 +150,24 @@ def rows(ops, num_stops: int):
     triton_rows.accept(state, token, stops)
 
 
+def states(ops, heads: int, size: int, max_q: int, has_beta: bool = True):
+    from bubblespec.engine.ops import triton_states
+
+    rows = triton_states.plan(make_view(max_q, 512), zeros(5, 2, dtype=torch.int32), 16, 640)
+    wide, float32 = 3 * heads * size, partial(zeros, dtype=torch.float32)
+    x = zeros(8, wide + 16)[:, :wide]
+    mixed = triton_states.convolve(rows, max_q, zeros(5, 19, wide), x, zeros(wide, 4), None, True)
+    q, k, v = mixed.unflatten(1, (3, heads, size)).unbind(1)
+    waiting = triton_states.Waiting(
+        float32(5, heads, size, size),
+        zeros(5, 2, heads, 16, size),
+        float32(5, heads, 16, size),
+        float32(5, 2, heads, 16),
+    )
+    rates = float32(8, heads), float32(8, heads) if has_beta else None
+    triton_states.advance(rows, waiting, q, k, v, *rates, 0.5, is_unit=has_beta)
+
+
 class Driver:
     """Stands in for a CUDA driver; a device's number is its capability."""
 
