@@ -57,7 +57,8 @@ def test_kernels_spill_next_to_nothing(kernels):
     assert names == {
         "_add_norm", "_rope_store", "_attend", "_merge", "_gated", "_sample_blocks", "_sample_rows",
         "_moved", "_add_norm_backward", "_rotate", "_gated_backward", "_head_values",
-        "_head_gradient", "_stand", "_fill", "_sampled", "_accept", "_plan", "_convolve", "_advance",
+        "_head_gradient", "_stand", "_fill", "_sampled", "_accept", "_plan", "_convolve",
+        "_advance", "_gated_norm",
     }  # fmt: skip
     for case, compiled in kernels.items():
         for kernel in compiled:

@@ -18,7 +18,7 @@ import torch
 from bubblespec.engine.arrays import ragged, staged, to_device
 from bubblespec.engine.ops.view import TILE, AttentionMetadata
 from bubblespec.engine.pages import Pages
-from bubblespec.engine.states import StateCache, Windows
+from bubblespec.engine.states import Feed, StateCache, Windows
 
 SPLIT = 512  # keys; 256 and 1,024 were within 5% for 1 to 128 rows of 4,096 keys on an H200
 MAX_SPLIT_TOKENS = 256
@@ -109,6 +109,11 @@ class KVCache:
         self._tensors: list[torch.Tensor] = []
         self._table: torch.Tensor | None = None
         self._version = -1  # version of the pages in `_table`
+
+    @property
+    def spare(self) -> int:
+        """First place of spare pages, in the flattened cache."""
+        return self.num_pages * self.page_size
 
     def places(self, slot: np.ndarray, position: np.ndarray) -> np.ndarray:
         """Return places of positions in the flattened cache; all int64 [N]."""
@@ -313,9 +318,11 @@ class CachePacking:
         return groups
 
     @cached_property
-    def windows(self) -> Windows:
+    def windows(self) -> Windows | Feed:
         """What the forward feeds to layers with a state."""
         assert self.cache.states is not None
+        if self.cache.states.in_kernels:
+            return self.cache.states.feed(self.view, self.cache.spare)
         slots = [slice(of.first_slot, of.first_slot + of.num_rows) for of in self.groups]
         return self.cache.states.windows(self.start, self.count, slots, self.device)
 

@@ -23,7 +23,7 @@ from transformers.activations import ACT2FN
 
 from bubblespec.engine.model import SequencePacking
 from bubblespec.engine.ops import torch_states as ops
-from bubblespec.engine.states import WINDOWS, advance, convolve
+from bubblespec.engine.states import WINDOWS, advance, convolve, split
 
 NUMBER = "state_layer"  # keyword argument: the number of a layer
 # Names of the number of heads in families' modules, and of their keys' and values' sizes.
@@ -89,23 +89,22 @@ def _convolution(
     packing, hidden_states, weight, bias=None, activation=None, *, state_layer, **kwargs
 ) -> torch.Tensor:
     """Return [1, C, N] of hidden states [1, C, N], a weight [C, k] and a bias [C]."""
-    x = hidden_states[0].t()
+    x, has_silu = hidden_states[0].t(), activation in ("silu", "swish")
     if isinstance(packing, SequencePacking):
-        out = ops.taps_of_sequences(x, packing.position, weight, bias)
+        out, has_silu = ops.taps_of_sequences(x, packing.position, weight, bias), False
     else:
-        out = packing.windows.packed(convolve(packing, state_layer, x, weight, bias))
-    return (out if activation is None else ACT2FN[activation](out)).t()[None]
+        out = convolve(packing, state_layer, x, weight, bias, has_silu)
+        out = packing.windows.packed(out)
+    return (out if has_silu or activation is None else ACT2FN[activation](out)).t()[None]
 
 
 def _delta_rule(
     packing, query, key, value, g, beta, *, state_layer, use_qk_l2norm_in_kernel=False, **kwargs
 ) -> tuple[torch.Tensor, None]:
     """Return [1, N, H, V] of query and key [1, N, G, K], value [1, N, H, V], g, beta [1, N, H]."""
-    q, k, v, g, beta = (_wide(of[0]) for of in (query, key, value, g, beta))
-    if use_qk_l2norm_in_kernel:
-        q, k = unit(q), unit(k)
-    q = q * q.shape[-1] ** -0.5
-    out = _advance(packing, state_layer, q, k, v, g, beta)
+    how = {"scale": key.shape[-1] ** -0.5, "is_unit": use_qk_l2norm_in_kernel}
+    rates = _wide(torch.stack((g[0], beta[0].to(g.dtype)), 1)).unbind(1)
+    out = _advance(packing, state_layer, query[0], key[0], value[0], *rates, **how)
     return out.to(query.dtype)[None], None
 
 
@@ -117,31 +116,25 @@ def _scan(
     dt = dt[0] if dt_bias is None else dt[0] + dt_bias.to(dt.dtype)
     dt = (softplus(dt) if dt_softplus else dt).clamp(*dt_limit)
     x, k, q, dt = (_wide(of) for of in (hidden_states[0], B[0], C[0], dt))
-    out = _advance(packing, state_layer, q, k, x * dt.unsqueeze(-1), A.to(x.dtype) * dt, None)
+    out = _advance(packing, state_layer, q, k, x * dt.unsqueeze(-1), A.to(x.dtype) * dt)
     if D is not None:
         out = out + D.unsqueeze(-1) * x
     return (out[None], None) if return_final_states else out[None]
-
-
-def unit(x: torch.Tensor) -> torch.Tensor:
-    """Return x [..., K] at length 1."""
-    return x * (x.square().sum(-1, keepdim=True) + 1e-6).rsqrt()
 
 
 def _wide(x: torch.Tensor) -> torch.Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
-def _advance(packing, layer: int, q, k, v, log_decay, beta) -> torch.Tensor:
-    """Return outputs [N, H, V]; each of the G heads of q and k is for H / G adjacent ones of v."""
-    fold = v.shape[1] // k.shape[1]
-    if fold > 1:
-        q, k = (of.repeat_interleave(fold, 1) for of in (q, k))
+def _advance(packing, layer: int, q, k, v, log_decay, beta=None, **how) -> torch.Tensor:
+    """Return outputs [N, H, V]; see `states.advance`."""
+    qk = torch.stack((q, k), 1)
     if isinstance(packing, SequencePacking):
-        return _whole(packing, q, k, v, log_decay, beta)
+        q, k = split(qk, v.shape[1], how.get("scale", 1.0), how.get("is_unit", False))
+        return _whole(packing, q, k, _wide(v), log_decay, beta)
     windows = packing.windows
-    fed = (of if of is None else windows.padded(of) for of in (q, k, v, log_decay, beta))
-    return windows.packed(advance(packing, layer, *fed))
+    fed = (of if of is None else windows.padded(of) for of in (qk, v, log_decay, beta))
+    return windows.packed(advance(packing, layer, *fed, **how))
 
 
 def _whole(packing: SequencePacking, q, k, v, log_decay, beta) -> torch.Tensor:

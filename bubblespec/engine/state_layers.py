@@ -11,12 +11,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.nn.functional import silu, softplus
+from torch.nn.functional import softplus
 
 from bubblespec.engine.comparison import norm_of
 from bubblespec.engine.kv_cache import CachePacking
-from bubblespec.engine.ops.torch_ops import gated_norm
-from bubblespec.engine.recurrent import unit
+from bubblespec.engine.ops import ops_for
 from bubblespec.engine.states import advance, convolve
 from bubblespec.engine.weights import ProductOf
 
@@ -38,6 +37,7 @@ class GatedDelta:
         self.product = product_of("qkv", tuple(getattr(m, name) for name in names))
         self.sizes = m.conv_dim, m.value_dim, m.num_v_heads, m.num_v_heads
         self.norm = norm_of(m.o_norm if hasattr(m, "o_norm") else m.norm)
+        self.ops = ops_for(self.norm.weight.device, m.A_log.dtype)
         self.out = product_of("out", (m.o_proj if hasattr(m, "o_proj") else m.out_proj,))
         self.rate = 2.0 if getattr(m, "allow_neg_eigval", False) else 1.0
 
@@ -46,34 +46,32 @@ class GatedDelta:
         m, windows = self.module, packing.windows
         mixed, z, b, a = self._split(self.product(h))
         weight = m.conv1d.weight.squeeze(1)
-        mixed = silu(convolve(packing, m.layer_idx, mixed, weight, m.conv1d.bias))
+        mixed = convolve(packing, m.layer_idx, mixed, weight, m.conv1d.bias, has_silu=True)
+        qk, v = mixed.split((2 * m.key_dim, m.value_dim), -1)
         wide = torch.promote_types(h.dtype, torch.float32)
-        qk, v = mixed.to(wide).split((2 * m.key_dim, m.value_dim), -1)
-        both = unit(qk.unflatten(1, (2, m.num_k_heads, m.head_k_dim)))
-        fold = m.num_v_heads // m.num_k_heads
-        if fold > 1:
-            both = both.repeat_interleave(fold, 2)
-        q, k = both.unbind(1)
         decay = -m.A_log.to(wide).exp() * softplus(a.to(wide) + m.dt_bias)
         beta = b.sigmoid().to(wide)
         if self.rate != 1.0:
             beta = beta * self.rate
-        decay, beta = windows.padded(torch.stack((decay, beta), 1)).unbind(1)
+        rates = windows.padded(torch.stack((decay, beta), 1)).unbind(1)
+        qk = qk.unflatten(1, (2, m.num_k_heads, m.head_k_dim))
         v = v.unflatten(1, (m.num_v_heads, m.head_v_dim))
-        out = advance(packing, m.layer_idx, q * m.head_k_dim**-0.5, k, v, decay, beta)
+        how = {"scale": m.head_k_dim**-0.5, "is_unit": True}
+        out = advance(packing, m.layer_idx, qk, v, *rates, **how)
         out = windows.packed(out).to(h.dtype)
-        return self.out(gated_norm(out, z.view_as(out), self.norm).flatten(1))
+        z = z.unflatten(1, out.shape[1:])
+        return self.out(self.ops.gated_norm(out, z, self.norm).flatten(1))
 
     def _split(self, product: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Return the inputs of the convolution, the gate, and those of beta and decay."""
         m = self.module
         if not self.is_paired:
             mixed, z, b, a = product.split(self.sizes, -1)
-            return mixed, z.contiguous(), b, a
+            return mixed, z, b, a
         pairs, rest = product.split((m.conv_dim + m.value_dim, 2 * m.num_v_heads), -1)
         q, k, v, z, b, a = m.fix_query_key_value_ordering(pairs[None], rest[None])
         mixed = torch.cat([of[0].flatten(1) for of in (q, k, v)], 1)
-        return mixed, z[0].contiguous(), b[0], a[0]
+        return mixed, z[0].flatten(1), b[0], a[0]
 
 
 class ShortConvolution:

@@ -30,7 +30,7 @@ BLOCK = 512  # tokens and sequences that a row looks at together
 CHANNELS = 128  # of a program
 TOKENS = 16  # most that a program of a convolution computes together
 NUMBERS = 2048  # of S in a program, which is one warp
-EPS = tl.constexpr(1e-6)  # of keys and queries at length 1, see `recurrent.unit`
+EPS = tl.constexpr(1e-6)  # of keys and queries at length 1, see `states.unit`
 
 
 class Waiting(NamedTuple):
@@ -181,21 +181,21 @@ def advance(
 ) -> torch.Tensor:
     """Return outputs [N, H, V] of q and k [N, G, K] and v [N, H, V], see torch_states.py.
 
-    rows: of `plan`; log_decay, beta: float32 [N, H]; scale: of q; is_unit: whether each key and
+    rows: of `plan`; log_decay, beta: float32 [N, H], with one stride; scale: of q; is_unit: whether each key and
     query is taken at length 1. Each key head is for H / G adjacent value heads."""
     (num_tokens, heads, value), (_, key_heads, key) = v.shape, k.shape
     for of, width in ((q, key), (k, key), (v, value)):
         assert of.stride()[1:] == (width, 1)
-    assert all(of.is_contiguous() for of in (*waiting, log_decay))
-    assert q.stride() == k.stride() and (beta is None or beta.is_contiguous())
+    beta, has_beta = log_decay if beta is None else beta, beta is not None
+    assert log_decay.stride() == beta.stride() and beta.stride(1) == 1
+    assert q.stride() == k.stride() and all(of.is_contiguous() for of in waiting)
     out = torch.empty(v.shape, dtype=v.dtype, device=v.device)
     block_k = triton.next_power_of_2(key)
     block_v = min(triton.next_power_of_2(value), max(NUMBERS // block_k, 1))
     _advance[(len(rows), heads, triton.cdiv(value, block_v))](
-        q, k, v, log_decay, log_decay if beta is None else beta, out, *waiting, rows, q.stride(0),
-        v.stride(0), scale, H=heads, G=key_heads, K=key, V=value, WINDOW=waiting.keys.shape[3],
-        HAS_BETA=beta is not None, IS_UNIT=is_unit, BLOCK_K=block_k, BLOCK_V=block_v, num_warps=1,
-        **FUSED,
+        q, k, v, log_decay, beta, out, *waiting, rows, q.stride(0), v.stride(0), beta.stride(0),
+        scale, H=heads, G=key_heads, K=key, V=value, WINDOW=waiting.keys.shape[3],
+        HAS_BETA=has_beta, IS_UNIT=is_unit, BLOCK_K=block_k, BLOCK_V=block_v, num_warps=1, **FUSED,
     )  # fmt: skip
     return out
 
@@ -203,9 +203,9 @@ def advance(
 @triton.jit
 def _advance(
     q_ptr, k_ptr, v_ptr, decay_ptr, beta_ptr, out_ptr, matrix_ptr, keys_ptr, added_ptr, decays_ptr,
-    rows_ptr, k_stride, v_stride, scale, H: tl.constexpr, G: tl.constexpr, K: tl.constexpr,
-    V: tl.constexpr, WINDOW: tl.constexpr, HAS_BETA: tl.constexpr, IS_UNIT: tl.constexpr,
-    BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
+    rows_ptr, k_stride, v_stride, rate_stride, scale, H: tl.constexpr, G: tl.constexpr,
+    K: tl.constexpr, V: tl.constexpr, WINDOW: tl.constexpr, HAS_BETA: tl.constexpr,
+    IS_UNIT: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     """Feed one row to some columns of one head's state."""
     rows_ptr += tl.program_id(0) * FIELDS
@@ -232,13 +232,15 @@ def _advance(
     q_ptr += begin * k_stride + key_head * K + key
     k_ptr += begin * k_stride + key_head * K + key
     v_ptr += begin * v_stride + head * V + value
-    decay_ptr, beta_ptr = decay_ptr + begin * H + head, beta_ptr + begin * H + head
+    decay_ptr += begin * rate_stride + head
+    beta_ptr += begin * rate_stride + head
     out_ptr += (begin * H + head) * V + value
     last = (count - 1) // WINDOW * WINDOW  # first token of the window that waits
     for token in range(0, last):
         out, d, k, grown = _step(
             state, q_ptr + token * k_stride, k_ptr + token * k_stride, v_ptr + token * v_stride,
-            decay_ptr + token * H, beta_ptr + token * H, scale, is_key, is_value, HAS_BETA, IS_UNIT,
+            decay_ptr + token * rate_stride, beta_ptr + token * rate_stride, scale, is_key, is_value,
+            HAS_BETA, IS_UNIT,
         )  # fmt: skip
         state = state * grown + k[:, None] * d[None, :]
         tl.store(out_ptr + token * H * V, out.to(out_ptr.dtype.element_ty), mask=is_value)
@@ -251,7 +253,8 @@ def _advance(
     for token in range(last, count):
         out, d, k, grown = _step(
             state, q_ptr + token * k_stride, k_ptr + token * k_stride, v_ptr + token * v_stride,
-            decay_ptr + token * H, beta_ptr + token * H, scale, is_key, is_value, HAS_BETA, IS_UNIT,
+            decay_ptr + token * rate_stride, beta_ptr + token * rate_stride, scale, is_key, is_value,
+            HAS_BETA, IS_UNIT,
         )  # fmt: skip
         state = state * grown + k[:, None] * d[None, :]
         tl.store(out_ptr + token * H * V, out.to(out_ptr.dtype.element_ty), mask=is_value)
@@ -259,7 +262,7 @@ def _advance(
         fed = tl.load(k_ptr + token * k_stride, mask=writes_keys, other=0.0)
         tl.store(keys_ptr + (of_keys * WINDOW + place) * K + key, fed, mask=writes_keys)
         tl.store(added_ptr + place * V, d, mask=is_value)
-        decay = tl.load(decay_ptr + token * H)
+        decay = tl.load(decay_ptr + token * rate_stride)
         tl.store(decays_ptr + of_decays * WINDOW + place, decay, mask=part == 0)
 
 
