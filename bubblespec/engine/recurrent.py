@@ -13,7 +13,7 @@ Shape legend: N packed tokens, H heads, G key heads, K and V width of keys and v
 import functools
 import sys
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -22,12 +22,18 @@ from transformers import PreTrainedModel
 from transformers.activations import ACT2FN
 
 from bubblespec.engine.model import SequencePacking
+from bubblespec.engine.ops import DEVICES, STATES, TYPES, is_replaced
 from bubblespec.engine.ops import torch_states as ops
 from bubblespec.engine.states import WINDOWS, advance, convolve, split
 
 NUMBER = "state_layer"  # keyword argument: the number of a layer
-# Names of the number of heads in families' modules, and of their keys' and values' sizes.
-SIZES = ("num_v_heads", "num_heads"), ("head_k_dim", "ssm_state_size"), ("head_v_dim", "head_dim")
+# Names, in families' modules, of the numbers of value and key heads, and of their sizes.
+SIZES = (
+    ("num_v_heads", "num_heads"),
+    ("num_k_heads", "n_groups"),
+    ("head_k_dim", "ssm_state_size"),
+    ("head_v_dim", "head_dim"),
+)
 CHUNK = 64  # tokens of whole sequences that are computed at once
 ORIGINAL = "_bubblespec_original"  # attribute of a function
 
@@ -47,17 +53,39 @@ def serve_states(model: PreTrainedModel) -> list[int]:
     return sorted(numbers)
 
 
-def state_bytes(model: PreTrainedModel, device: str) -> int:
-    """Return the bytes of one row's states, see `StateCache`; device: its type."""
-    size, waiting = 0, WINDOWS[device]
+class StateShape(NamedTuple):
+    """Sizes of a layer with a state; without heads it is a convolution alone."""
+
+    channels: int
+    taps: int
+    heads: int
+    key_heads: int
+    key: int
+    value: int
+    has_beta: bool  # whether it computes a delta rule
+
+
+def state_shapes(model: PreTrainedModel) -> list[StateShape]:
+    """Return the sizes of each layer of a model that has a state."""
+    shapes = []
     for module in _with_state(model):
         conv = next(of for of in module.children() if isinstance(of, nn.Conv1d))
-        of_type = conv.weight.dtype.itemsize
-        size += of_type * conv.in_channels * (conv.kernel_size[0] - 1 + waiting)
-        heads, key, value = (_first(module, names) for names in SIZES)
-        if heads:  # the state; keys, what they add and the sums of decays of a window
-            numbers = key * value + waiting * (key + value + 1)
-            size += max(of_type, 4) * heads * numbers
+        sizes = (_first(module, names) for names in SIZES)
+        has_beta = hasattr(module, "head_k_dim")
+        shapes.append(StateShape(conv.in_channels, conv.kernel_size[0], *sizes, has_beta))
+    return shapes
+
+
+def state_bytes(model: PreTrainedModel, device: str) -> int:
+    """Return the bytes of one row's states, see `StateCache`; device: its type."""
+    size, waiting, of_type = 0, WINDOWS[device], model.dtype.itemsize
+    in_kernels = device in DEVICES and model.dtype in TYPES and not is_replaced(STATES)
+    for shape in state_shapes(model):
+        size += of_type * shape.channels * (shape.taps - 1 + waiting)
+        key, value, wide = shape.key, shape.value, max(of_type, 4) * shape.heads
+        size += wide * key * value  # the state; what a window adds, its decays and its keys
+        size += wide * waiting * (value + (2 if in_kernels else 1))
+        size += waiting * key * (2 * shape.key_heads * of_type if in_kernels else wide)
     return size
 
 

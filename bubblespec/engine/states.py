@@ -77,8 +77,8 @@ class Feed(NamedTuple):
 class StateCache:
     """A slot of states for each row, and one that is kept for rows with the same prompt.
 
-    Its tensors [layers, slots + 1, ...] are made at the first write, as zeros. Where kernels compute
-    the layers, one of them says where the slots stand: the host need not know."""
+    Its tensors [layers, slots + 1, ...] are made at the first write, as zeros. Where kernels
+    compute the layers, one of them says where the slots stand: the host need not know."""
 
     def __init__(self, num_slots: int, layers: list[int], window: int, in_kernels: bool = False):
         """layers: numbers of the layers that have a state; window: most tokens of one."""

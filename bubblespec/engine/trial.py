@@ -23,11 +23,13 @@ from transformers import PreTrainedModel
 from bubblespec.engine import ops
 from bubblespec.engine.batch import Plan, RowUpdates, SamplingParams
 from bubblespec.engine.kv_cache import PAGE, SPLIT, KVCache, LayerCache, pack_rows
-from bubblespec.engine.model import Heads, layer_heads, of_layers
+from bubblespec.engine.model import WITHOUT_ATTENTION, Heads, layer_heads, layer_kinds, of_layers
 from bubblespec.engine.ops import torch_ops
 from bubblespec.engine.ops.view import AttentionMetadata, Norm
 from bubblespec.engine.pages import Pages
+from bubblespec.engine.recurrent import StateShape, state_shapes
 from bubblespec.engine.sampling import Noise, sample, stream_counters
+from bubblespec.engine.states import WINDOWS, StateCache, advance, convolve
 from bubblespec.engine.step_graphs import DeviceRows
 from bubblespec.errors import fallback, is_lost, one_line
 from bubblespec.types import Load
@@ -51,6 +53,7 @@ class Sizes(NamedTuple):
     attention: tuple[tuple[Heads, int | None], ...]  # distinct heads and windows of layers
     activation: str
     has_teacher: bool = False
+    states: tuple[StateShape, ...] = ()  # distinct ones of layers
 
     def randn(self, *shape: int) -> torch.Tensor:
         """Return random numbers of the model's type, the same ones after the same seed."""
@@ -61,7 +64,8 @@ def sizes_of(model: PreTrainedModel, has_teacher: bool = False) -> Sizes:
     """Return what kernels are tried with."""
     config: Any = model.config.get_text_config(decoder=True)
     heads = layer_heads(model.config)
-    kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * len(heads)
+    kinds = [kind for kind in layer_kinds(model.config) if kind not in WITHOUT_ATTENTION]
+    kinds = kinds or ["sliding_attention"] * len(heads)
     window = getattr(config, "sliding_window", None)
     windows = [window if kind == "sliding_attention" else None for kind in kinds]
     units = [size for size in of_layers(model.config, "intermediate_size") if size]
@@ -75,6 +79,7 @@ def sizes_of(model: PreTrainedModel, has_teacher: bool = False) -> Sizes:
         attention=tuple(sorted(set(zip(heads, windows, strict=True)), key=str)),
         activation=activation,
         has_teacher=has_teacher,
+        states=tuple(sorted(set(state_shapes(model)))),
     )
 
 
@@ -199,6 +204,36 @@ def device_rows(own: Any, sizes: Sizes) -> Found:
     return [of.cpu().long() for of in (*found, state.tokens[0, :8], state.tokens[1, :5])]
 
 
+def layers_with_states(own: Any, sizes: Sizes) -> Found:
+    """Feed a row and its wrong token again, and one that begins; then normalise, with a gate."""
+    found: Found = []
+    for shape in sizes.states:
+        pages = Pages.for_rows(2, 24, 8)
+        states = StateCache(2, [0], WINDOWS["cuda"], own is not torch_ops)
+        cache = KVCache(2, pages.slot_length, 1, pages, states=states)
+        weight = sizes.randn(shape.channels, shape.taps)
+        for start, count in (([0, 0], [4, 1]), ([3, 1], [4, 3])):
+            packing = pack_rows(cache, np.array(start), np.array(count), sizes.device)
+            windows, tokens = packing.windows, sum(count)
+            x = sizes.randn(tokens, shape.channels)
+            found.append(windows.packed(convolve(packing, 0, x, weight, None, has_silu=True)))
+            if not shape.heads:
+                continue
+            qk = sizes.randn(tokens, 2, shape.key_heads, shape.key)
+            v, gate = sizes.randn(2, tokens, shape.heads, shape.value)
+            rates = torch.rand(tokens, 2, shape.heads).to(sizes.device)
+            rates[:, 0] *= -1.0
+            decay, beta = windows.padded(rates).unbind(1)
+            fed = windows.padded(qk), windows.padded(v), decay
+            if shape.has_beta:
+                out = advance(packing, 0, *fed, beta, scale=shape.key**-0.5, is_unit=True)
+            else:
+                out = advance(packing, 0, *fed)
+            out = windows.packed(out).to(sizes.dtype)
+            found += [out, own.gated_norm(out, gate, _norm(sizes, shape.value))]
+    return found
+
+
 def layers_of_training(own: Any, sizes: Sizes) -> Found:
     """Compute norms, rotations and gated units with their gradients."""
     hidden, width = sizes.hidden, sizes.attention[0][0].key_size
@@ -290,6 +325,7 @@ TRIALS: dict[str, Callable[[Any, Sizes], Found]] = {
     ops.GATED: gated_units,
     ops.SAMPLE: sampling,
     ops.ROWS: device_rows,
+    ops.STATES: layers_with_states,
     ops.LAYERS: layers_of_training,
     ops.HEAD: head_of_training,
     ops.MOVE: moved_gradients,

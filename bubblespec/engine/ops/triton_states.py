@@ -7,8 +7,8 @@ wait beside it then. `plan` finds out, once in a forward, what each row feeds; s
 not know where a row stands, and CUDA graphs can capture it all.
 
 Keys that wait are in two halves: a forward reads one and writes the other one, as several programs
-read the same keys. Inputs of a convolution need nothing of this: that of position p is at place p modulo
-their number, and those of rejected tokens are overwritten before they are read.
+read the same keys. Inputs of a convolution need nothing of this: that of position p is at place p
+modulo their number, and those of rejected tokens are overwritten before they are read.
 
 Shape legend: N tokens, S sequences, H value heads, G key heads, K and V width of keys and values, C
 channels of a convolution.
@@ -181,9 +181,9 @@ def advance(
 ) -> torch.Tensor:
     """Return outputs [N, H, V] of q and k [N, G, K] and v [N, H, V], see torch_states.py.
 
-    rows: of `plan`; log_decay, beta: float32 [N, H], with one stride; scale: of q; is_unit: whether each key and
-    query is taken at length 1. Each key head is for H / G adjacent value heads."""
-    (num_tokens, heads, value), (_, key_heads, key) = v.shape, k.shape
+    rows: of `plan`; log_decay, beta: float32 [N, H], of one stride; scale: of q; is_unit: whether
+    keys and queries are taken at length 1. Each key head is for H / G adjacent value heads."""
+    (_, heads, value), (_, key_heads, key) = v.shape, k.shape
     for of, width in ((q, key), (k, key), (v, value)):
         assert of.stride()[1:] == (width, 1)
     beta, has_beta = log_decay if beta is None else beta, beta is not None
@@ -237,10 +237,10 @@ def _advance(
     out_ptr += (begin * H + head) * V + value
     last = (count - 1) // WINDOW * WINDOW  # first token of the window that waits
     for token in range(0, last):
+        of_key, of_rate = token * k_stride, token * rate_stride
         out, d, k, grown = _step(
-            state, q_ptr + token * k_stride, k_ptr + token * k_stride, v_ptr + token * v_stride,
-            decay_ptr + token * rate_stride, beta_ptr + token * rate_stride, scale, is_key, is_value,
-            HAS_BETA, IS_UNIT,
+            state, q_ptr + of_key, k_ptr + of_key, v_ptr + token * v_stride, decay_ptr + of_rate,
+            beta_ptr + of_rate, scale, is_key, is_value, HAS_BETA, IS_UNIT,
         )  # fmt: skip
         state = state * grown + k[:, None] * d[None, :]
         tl.store(out_ptr + token * H * V, out.to(out_ptr.dtype.element_ty), mask=is_value)
@@ -251,18 +251,18 @@ def _advance(
     of_keys, of_decays = (slot * 2 + half) * G + key_head, (slot * 2 + half) * H + head
     writes_keys = key < tl.where((part == 0) & (head % (H // G) == 0), K, 0)
     for token in range(last, count):
+        of_key, of_rate = token * k_stride, token * rate_stride
         out, d, k, grown = _step(
-            state, q_ptr + token * k_stride, k_ptr + token * k_stride, v_ptr + token * v_stride,
-            decay_ptr + token * rate_stride, beta_ptr + token * rate_stride, scale, is_key, is_value,
-            HAS_BETA, IS_UNIT,
+            state, q_ptr + of_key, k_ptr + of_key, v_ptr + token * v_stride, decay_ptr + of_rate,
+            beta_ptr + of_rate, scale, is_key, is_value, HAS_BETA, IS_UNIT,
         )  # fmt: skip
         state = state * grown + k[:, None] * d[None, :]
         tl.store(out_ptr + token * H * V, out.to(out_ptr.dtype.element_ty), mask=is_value)
         place = token - last
-        fed = tl.load(k_ptr + token * k_stride, mask=writes_keys, other=0.0)
+        fed = tl.load(k_ptr + of_key, mask=writes_keys, other=0.0)
         tl.store(keys_ptr + (of_keys * WINDOW + place) * K + key, fed, mask=writes_keys)
         tl.store(added_ptr + place * V, d, mask=is_value)
-        decay = tl.load(decay_ptr + token * rate_stride)
+        decay = tl.load(decay_ptr + of_rate)
         tl.store(decays_ptr + of_decays * WINDOW + place, decay, mask=part == 0)
 
 
