@@ -11,7 +11,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.nn.functional import softplus
 
 from bubblespec.engine.comparison import norm_of
 from bubblespec.engine.kv_cache import CachePacking
@@ -37,7 +36,7 @@ class GatedDelta:
         self.product = product_of("qkv", tuple(getattr(m, name) for name in names))
         self.sizes = m.conv_dim, m.value_dim, m.num_v_heads, m.num_v_heads
         self.norm = norm_of(m.o_norm if hasattr(m, "o_norm") else m.norm)
-        self.ops = ops_for(self.norm.weight.device, m.A_log.dtype)
+        self.ops = ops_for(m.conv1d.weight.device, m.conv1d.weight.dtype)
         self.out = product_of("out", (m.o_proj if hasattr(m, "o_proj") else m.out_proj,))
         self.rate = 2.0 if getattr(m, "allow_neg_eigval", False) else 1.0
 
@@ -48,12 +47,7 @@ class GatedDelta:
         weight = m.conv1d.weight.squeeze(1)
         mixed = convolve(packing, m.layer_idx, mixed, weight, m.conv1d.bias, has_silu=True)
         qk, v = mixed.split((2 * m.key_dim, m.value_dim), -1)
-        wide = torch.promote_types(h.dtype, torch.float32)
-        decay = -m.A_log.to(wide).exp() * softplus(a.to(wide) + m.dt_bias)
-        beta = b.sigmoid().to(wide)
-        if self.rate != 1.0:
-            beta = beta * self.rate
-        rates = windows.padded(torch.stack((decay, beta), 1)).unbind(1)
+        rates = windows.padded(self.ops.rates(a, b, m.A_log, m.dt_bias, self.rate)).unbind(1)
         qk = qk.unflatten(1, (2, m.num_k_heads, m.head_k_dim))
         v = v.unflatten(1, (m.num_v_heads, m.head_v_dim))
         how = {"scale": m.head_k_dim**-0.5, "is_unit": True}

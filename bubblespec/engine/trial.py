@@ -221,16 +221,14 @@ def layers_with_states(own: Any, sizes: Sizes) -> Found:
                 continue
             qk = sizes.randn(tokens, 2, shape.key_heads, shape.key)
             v, gate = sizes.randn(2, tokens, shape.heads, shape.value)
-            rates = torch.rand(tokens, 2, shape.heads).to(sizes.device)
-            rates[:, 0] *= -1.0
+            given = *sizes.randn(2, tokens, shape.heads), *sizes.randn(2, shape.heads)
+            rates = own.rates(*given, 2.0)
             decay, beta = windows.padded(rates).unbind(1)
+            how = {"scale": shape.key**-0.5, "is_unit": True} if shape.has_beta else {}
             fed = windows.padded(qk), windows.padded(v), decay
-            if shape.has_beta:
-                out = advance(packing, 0, *fed, beta, scale=shape.key**-0.5, is_unit=True)
-            else:
-                out = advance(packing, 0, *fed)
+            out = advance(packing, 0, *fed, beta if shape.has_beta else None, **how)
             out = windows.packed(out).to(sizes.dtype)
-            found += [out, own.gated_norm(out, gate, _norm(sizes, shape.value))]
+            found += [rates, out, own.gated_norm(out, gate, _norm(sizes, shape.value))]
     return found
 
 

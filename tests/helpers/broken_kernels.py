@@ -23,6 +23,7 @@ KERNELS = {
     "_convolve": ops.STATES,
     "_advance": ops.STATES,
     "_gated_norm": ops.STATES,
+    "_rates": ops.STATES,
     "_add_norm_backward": ops.LAYERS,
     "_rotate": ops.LAYERS,
     "_gated_backward": ops.LAYERS,

@@ -80,12 +80,12 @@ def rope_store(ops, heads: int, size: int, rotary: int, has_norms: bool = False)
     )
 
 
-def norm_of(columns: int) -> Norm:
-    return Norm(zeros(columns), 1e-6, torch.tensor(1e-6))
+def norm_of(columns: int, has_offset: bool = False) -> Norm:
+    return Norm(zeros(columns), 1e-6, torch.tensor(1e-6), has_offset)
 
 
-def add_norm(ops, columns: int):
-    ops.add_norm(zeros(8, columns), zeros(8, columns), norm_of(columns))
+def add_norm(ops, columns: int, has_offset: bool = False):
+    ops.add_norm(zeros(8, columns), zeros(8, columns), norm_of(columns, has_offset))
 
 
 def gated(ops, act: str):
@@ -165,7 +165,10 @@ def states(ops, heads: int, size: int, max_q: int, has_beta: bool = True):
         float32(5, 2, heads, 16),
     )
     rates = float32(8, heads), float32(8, heads) if has_beta else None
-    triton_states.advance(rows, waiting, q, k, v, *rates, 0.5, is_unit=has_beta)
+    out = triton_states.advance(rows, waiting, q, k, v, *rates, 0.5, is_unit=has_beta)
+    ops.gated_norm(out, v, norm_of(size))
+    a, b = x[:, : 2 * heads].chunk(2, 1)
+    ops.rates(a, b, zeros(heads), zeros(heads), 2.0)
 
 
 class Driver:

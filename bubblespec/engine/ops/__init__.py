@@ -24,7 +24,7 @@ FUNCTIONS = {
     STORE: ("rotation", "rope_store"),
     GATED: ("gated",),
     SAMPLE: ("best_and_sum",),
-    STATES: ("gated_norm",),
+    STATES: ("gated_norm", "rates"),
 }
 
 replaced: dict[str, str] = {}

@@ -124,6 +124,39 @@ def _gated_norm(
     tl.store(out_ptr + token * H * D + head * D + d, (out * gate).to(dtype), mask=inside)
 
 
+def rates(
+    a: torch.Tensor, b: torch.Tensor, log_rate: torch.Tensor, bias: torch.Tensor, most: float
+) -> torch.Tensor:
+    """Return log decays and betas [N, 2, H] of a gated delta layer in float32, see torch_ops.py."""
+    num_tokens, num_heads = a.shape
+    assert a.stride(1) == b.stride(1) == log_rate.stride(0) == bias.stride(0) == 1
+    out = torch.empty(num_tokens, 2, num_heads, dtype=torch.float32, device=a.device)
+    _rates[(num_tokens,)](
+        a, b, log_rate, bias, out, a.stride(0), b.stride(0), most, H=num_heads,
+        BLOCK=triton.next_power_of_2(num_heads), num_warps=1, **FUSED,
+    )  # fmt: skip
+    return out
+
+
+@triton.jit
+def _rates(
+    a_ptr, b_ptr, log_rate_ptr, bias_ptr, out_ptr, a_stride, b_stride, most, H: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.arange(0, BLOCK)
+    inside = head < H
+    log_rate = tl.load(log_rate_ptr + head, mask=inside, other=0.0).to(tl.float32)
+    bias = tl.load(bias_ptr + head, mask=inside, other=0.0).to(tl.float32)
+    x = tl.load(a_ptr + token * a_stride + head, mask=inside, other=0.0).to(tl.float32) + bias
+    softplus = tl.where(x > 20.0, x, tl.log(1.0 + tl.exp(tl.minimum(x, 20.0))))
+    b = tl.load(b_ptr + token * b_stride + head, mask=inside, other=0.0)
+    share = (1.0 / (1.0 + tl.exp(-b.to(tl.float32)))).to(b.dtype)  # as modules round
+    out_ptr += token * 2 * H + head
+    tl.store(out_ptr, -tl.exp(log_rate) * softplus, mask=inside)
+    tl.store(out_ptr + H, share.to(tl.float32) * most, mask=inside)
+
+
 def rotation(
     tables: tuple[torch.Tensor, torch.Tensor], packing: Packing
 ) -> tuple[torch.Tensor, torch.Tensor]:
