@@ -8,6 +8,7 @@ from test_architectures import HYBRIDS, build
 from bubblespec.engine import kv_cache, ops, states
 from bubblespec.engine.model_checks import prepare_model
 from bubblespec.engine.ops import torch_ops
+from bubblespec.engine.recurrent import state_bytes
 from bubblespec.engine.runner import ModelRunner
 from bubblespec.engine.trial import replace
 from tests.helpers.generation import Drafter, as_dict, make_engine, make_prompts, make_rows
@@ -16,6 +17,7 @@ from tests.helpers.turns import SEED, play
 
 pytestmark = needs_interpreter
 LENGTH, LIMIT = 48, 14
+STANDING = 4 * 2 * 4  # bytes of where three slots and what is kept stand
 # The interpreter is slow.
 FEW = {"linear_num_value_heads": 2, "linear_num_key_heads": 1, "linear_key_head_dim": 4}
 FEW |= {"linear_value_head_dim": 4, "num_attention_heads": 2, "num_key_value_heads": 1}
@@ -70,6 +72,8 @@ def test_rows_of_graphs_equal_rows_of_torch(monkeypatch, baseline, depth, num_pa
     assert pool.problem is None and pool.num_replays == engine.num_forwards
     assert max(in_flight) == depth and 0 < drafter.num_accepted < drafter.num_draft
     assert num_pages is None or engine.num_admitted > len(rows)
+    of_rows = engine.runner.cache.states.num_bytes() - STANDING
+    assert of_rows == (engine.num_slots + 1) * state_bytes(model, "cpu")
 
 
 def test_rows_without_kernels_of_states_are_equal(monkeypatch, baseline):
@@ -80,3 +84,4 @@ def test_rows_without_kernels_of_states_are_equal(monkeypatch, baseline):
     assert engine.runner.graphs is None and engine.runner.forward.ops is not torch_ops
     play(engine, rows, np.random.default_rng(2))
     assert as_dict(rows) == wanted
+    assert engine.runner.cache.states.num_bytes() == 4 * state_bytes(model, "cpu")

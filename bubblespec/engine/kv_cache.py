@@ -18,11 +18,10 @@ import torch
 from bubblespec.engine.arrays import ragged, staged, to_device
 from bubblespec.engine.ops.view import TILE, AttentionMetadata
 from bubblespec.engine.pages import Pages
-from bubblespec.engine.states import Feed, StateCache, Windows
+from bubblespec.engine.states import SHARED_BYTES, Feed, StateCache, Windows
 
 SPLIT = 512  # keys; 256 and 1,024 were within 5% for 1 to 128 rows of 4,096 keys on an H200
 MAX_SPLIT_TOKENS = 256
-SHARED_BYTES = 1 << 28  # that are copied at once
 ALIGNMENT = 64  # bytes, as torch's own tensors have it
 # Rows of adjacent slots are padded to the longest of them and attended in one call, as long as the
 # padding costs less than two calls: MAX_PADDING, where a row costs (Q + 10) * (L + 80). Fitted to

@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 from transformers.activations import ACT2FN
 
 from bubblespec.engine.model import SequencePacking
-from bubblespec.engine.ops import DEVICES, STATES, TYPES, is_replaced
+from bubblespec.engine.ops import STATES, has_kernels
 from bubblespec.engine.ops import torch_states as ops
 from bubblespec.engine.states import WINDOWS, advance, convolve, split
 
@@ -78,8 +78,9 @@ def state_shapes(model: PreTrainedModel) -> list[StateShape]:
 
 def state_bytes(model: PreTrainedModel, device: str) -> int:
     """Return the bytes of one row's states, see `StateCache`; device: its type."""
-    size, waiting, of_type = 0, WINDOWS[device], model.dtype.itemsize
-    in_kernels = device in DEVICES and model.dtype in TYPES and not is_replaced(STATES)
+    in_kernels = has_kernels(torch.device(device), model.dtype, STATES)
+    waiting, of_type = WINDOWS["cuda" if in_kernels else device], model.dtype.itemsize
+    size = 0
     for shape in state_shapes(model):
         size += of_type * shape.channels * (shape.taps - 1 + waiting)
         key, value, wide = shape.key, shape.value, max(of_type, 4) * shape.heads

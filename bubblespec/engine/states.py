@@ -28,6 +28,7 @@ from bubblespec.engine.ops.view import AttentionMetadata
 # Tokens of a window, by device. What waits beside a state takes as much memory as the state at 64
 # tokens for heads of 128.
 WINDOWS = {"cpu": 64, "cuda": 16}
+SHARED_BYTES = 1 << 28  # that are copied at once
 STANDING = "standing"  # of slots, a tensor that all layers share
 
 
@@ -117,8 +118,10 @@ class StateCache:
         """Give slots `target` the states of other slots `source`, int64 [n] each."""
         self.base[target], self.waiting[target] = self.base[source], self.waiting[source]
         for tensor in self._tensors.values():
-            of, to = (to_device(slots, tensor.device) for slots in (source, target))
-            tensor.index_copy_(1, to, tensor.index_select(1, of))
+            at_once = max(SHARED_BYTES // (tensor[:, 0].numel() * tensor.itemsize), 1)
+            parts = (to_device(of, tensor.device).split(at_once) for of in (source, target))
+            for of, to in zip(*parts, strict=True):
+                tensor.index_copy_(1, to, tensor.index_select(1, of))
 
     def windows(
         self, start: np.ndarray, count: np.ndarray, groups: list[slice], device: torch.device
