@@ -70,9 +70,9 @@ def state_shapes(model: PreTrainedModel) -> list[StateShape]:
     shapes = []
     for module in _with_state(model):
         conv = next(of for of in module.children() if isinstance(of, nn.Conv1d))
-        sizes = (_first(module, names) for names in SIZES)
-        has_beta = hasattr(module, "head_k_dim")
-        shapes.append(StateShape(conv.in_channels, conv.kernel_size[0], *sizes, has_beta))
+        heads, key_heads, key, value = (_first(module, names) for names in SIZES)
+        sizes = conv.in_channels, conv.kernel_size[0], heads, key_heads, key, value
+        shapes.append(StateShape(*sizes, has_beta=hasattr(module, "head_k_dim")))
     return shapes
 
 
@@ -162,7 +162,7 @@ def _advance(packing, layer: int, q, k, v, log_decay, beta=None, **how) -> torch
         q, k = split(qk, v.shape[1], how.get("scale", 1.0), how.get("is_unit", False))
         return _whole(packing, q, k, _wide(v), log_decay, beta)
     windows = packing.windows
-    fed = (of if of is None else windows.padded(of) for of in (qk, v, log_decay, beta))
+    fed: Any = (of if of is None else windows.padded(of) for of in (qk, v, log_decay, beta))
     return windows.packed(advance(packing, layer, *fed, **how))
 
 

@@ -72,7 +72,9 @@ class Feed(NamedTuple):
         """Return what it is given."""
         return tokens
 
-    padded = packed
+    def padded(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Return what it is given."""
+        return tokens
 
 
 class StateCache:
@@ -196,7 +198,8 @@ def convolve(
         from bubblespec.engine.ops import triton_states
 
         x = x if x.stride(1) == 1 else x.contiguous()
-        return triton_states.convolve(*fed, inputs, x, weight, bias, has_silu)
+        of_rows = fed.rows, fed.max_q, inputs
+        return triton_states.convolve(*of_rows, x, weight, bias, has_silu)
     step, found = torch.arange(back, device=x.device), []
     for window in fed.windows:
         if window.is_fresh is not None:
@@ -247,7 +250,7 @@ def advance(
             if not isinstance(slots, slice):
                 matrix[slots] = state
         part = slice(begin, begin + len(state) * width)
-        fed = (
+        fed: Any = (
             None if of is None else of[part].unflatten(0, (-1, width)).transpose(1, 2)
             for of in (q, k, *fed_to)
         )  # fmt: skip
