@@ -17,33 +17,61 @@ from bubblespec.engine.comparison import random_tokens
 from bubblespec.engine.kv_cache import KVCache, pack_rows
 from bubblespec.engine.model import forward_hidden, pack_sequences
 from bubblespec.engine.model_checks import TRAINED, kernel_difference
+from bubblespec.engine.ops.softmax import AttentionOptions
 from bubblespec.setup import build
 from tests.helpers.runs import SHORT
 
 
-def attend_row_by_row(query, keys, values, start, count, *, scaling, window):
+def attend_row_by_row(query, keys, values, start, count, options: AttentionOptions):
     """Plain attention, one token at a time. query: [N, H, D]; keys, values: [slots, L, K, D]."""
     queries_per_kv, out = query.shape[1] // keys.shape[2], []
+    scaling, window, cap, sinks, chunk = options
     for slot, (begin, n) in enumerate(zip(start.tolist(), count.tolist(), strict=True)):
         for position in range(begin, begin + n):
-            seen = slice(max(0, position + 1 - (window or position + 1)), position + 1)
+            first = max(0, position + 1 - (window or position + 1))
+            first = max(first, position - position % chunk) if chunk else first
+            seen = slice(first, position + 1)
             key, value = (
                 t[slot, seen].repeat_interleave(queries_per_kv, dim=1) for t in (keys, values)
             )
-            weights = (torch.einsum("hd,khd->hk", query[len(out)], key) * scaling).softmax(-1)
-            out.append(torch.einsum("hk,khd->hd", weights, value))
+            score = torch.einsum("hd,khd->hk", query[len(out)], key) * scaling
+            weight = (score if cap is None else cap * (score / cap).tanh()).exp()
+            total = weight.sum(-1) + (0.0 if sinks is None else sinks.exp())
+            out.append(torch.einsum("hk,khd->hd", weight / total[:, None], value))
     return torch.stack(out)
 
 
-@pytest.mark.parametrize("window", [None, 1, 9, 64])
+class Layer:
+    """A layer of a model, with full attention or chunks."""
+
+    layer_idx = 0
+
+    def __init__(self, chunk: int | None):
+        kinds = ["chunked_attention" if chunk else "full_attention"]
+        self.config = types.SimpleNamespace(layer_types=kinds, attention_chunk_size=chunk)
+
+
+@pytest.mark.parametrize(
+    "window, cap, has_sinks, chunk",
+    [
+        *((window, None, False, None) for window in (None, 1, 9, 64)),
+        (None, 0.5, False, None),
+        (9, 0.5, True, None),
+        (None, None, True, 16),
+        (None, None, False, 1),
+    ],
+)
 @pytest.mark.parametrize("heads, kv_heads", [(4, 4), (6, 2), (4, 1)])
-def test_groups_of_ragged_rows_equal_rows_one_by_one(heads, kv_heads, window):
+def test_groups_of_ragged_rows_equal_rows_one_by_one(
+    heads, kv_heads, window, cap, has_sinks, chunk
+):
     """Drafts of all widths, decoding, prompts and rows without tokens, in random order and by
     width; one group and many, padded and not; value heads smaller than key heads."""
     rng, generator = np.random.default_rng(heads), torch.Generator().manual_seed(heads)
-    layer, seen = types.SimpleNamespace(layer_idx=0), set()
+    layer, seen = Layer(chunk), set()
     widths = [[1], [0, 1], [4], [0, 1, 2, 3, 8, 16], [1] * 12 + [16], [1] * 8 + [60]]
     randn = partial(torch.randn, generator=generator, dtype=torch.float64)
+    sinks = randn(heads) if has_sinks else None
     for case in range(3 * len(widths)):
         cache, rows = KVCache(24, 160), int(rng.integers(1, 24))
         past = cache.layer(0, *(randn(1, kv_heads, d) for d in (8, 5)))
@@ -61,10 +89,11 @@ def test_groups_of_ragged_rows_equal_rows_one_by_one(heads, kv_heads, window):
             torch.randn(1, kv_heads, shape[2], d, generator=generator, dtype=torch.float64)
             for d in (8, 5)
         )
-        options = {"scaling": 0.3, "sliding_window": window, "packing": packing}
-        got = bubblespec_attention(layer, query, key, value, None, **options)[0][0]
+        given = {"scaling": 0.3, "sliding_window": window, "softcap": cap, "s_aux": sinks}
+        got = bubblespec_attention(layer, query, key, value, None, packing, **given)[0][0]
         past = (past.keys, past.values, start, count)
-        wanted = attend_row_by_row(query[0].transpose(0, 1), *past, scaling=0.3, window=window)
+        options = AttentionOptions(0.3, window, cap, sinks, chunk)
+        wanted = attend_row_by_row(query[0].transpose(0, 1), *past, options)
         torch.testing.assert_close(got, wanted, rtol=1e-12, atol=1e-12)
         seen.add((len(packing.groups) > 1, packing.padding is not None))
     assert seen == {(False, False), (False, True), (True, False), (True, True)}
@@ -132,9 +161,11 @@ def test_kernels_are_compared_with_sdpa_in_training(make_model, monkeypatch):
     model = make_model("mistral-window", max_length=64)
     tokens, packing = random_tokens(model, sum(TRAINED)), pack_sequences(TRAINED, model.device)
     for factor, differs in ((1.0, False), (1.5, True)):
-        wrong = lambda *of, scaling, window, factor=factor: KERNELS["sdpa"](  # noqa: E731
-            *of, scaling=factor * scaling, window=window
-        )
+
+        def wrong(*given, factor=factor):
+            *rest, options = given
+            return KERNELS["sdpa"](*rest, options._replace(scaling=factor * options.scaling))
+
         monkeypatch.setitem(KERNELS, "varlen", wrong)
         found, wanted = (forward_hidden(model, tokens, packing, of) for of in ("varlen", "sdpa"))
         assert torch.equal(found, wanted) != differs
@@ -164,7 +195,7 @@ def test_flash_attention_3_is_for_one_kind_of_gpu(monkeypatch, returns_more):
     assert kernel == "varlen" and "flash_attn_3 is for GPUs of compute capability 9" in line
     query = torch.randn(9, 4, 8)
     packing = pack_sequences([4, 5], query.device)
-    out = KERNELS["flash_attn_3"](packing, query, query, query, scaling=0.3, window=5)
+    out = KERNELS["flash_attn_3"](packing, query, query, query, AttentionOptions(0.3, 5))
     assert out is query and calls == [(0.3, True, (4, 0), 5, 5)]
 
 
@@ -184,8 +215,26 @@ def test_attention_of_older_torch_calls_the_operator(monkeypatch, window):
     monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", operator)
     query, key = torch.randn(9, 4, 8), torch.randn(9, 2, 8)
     packing = pack_sequences([4, 5], query.device)
-    KERNELS["varlen"](packing, query, key, key, scaling=0.3, window=window)
+    KERNELS["varlen"](packing, query, key, key, AttentionOptions(0.3, window))
     assert calls == [(-1 if window is None else 4, 0, window is None, 5, 5, 0.3)]
+
+
+@pytest.mark.parametrize("kernel", ["varlen", "flash_attn"])
+@pytest.mark.parametrize("option", [{"cap": 0.5}, {"sinks": torch.zeros(4)}, {"chunk": 3}])
+def test_kernels_refuse_other_attention(monkeypatch, kernel, option):
+    """`auto` takes sdpa then."""
+    function = types.SimpleNamespace(flash_attn_varlen_func=None)
+    monkeypatch.setitem(sys.modules, "flash_attn", function)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name == "flash_attn" or None)
+    query, packing = torch.randn(9, 4, 8), pack_sequences([4, 5], torch.device("cpu"))
+
+    def check(name: str) -> None:
+        KERNELS[name](packing, query, query, query, AttentionOptions(0.3, **option))
+
+    with pytest.raises(ValueError, match=f"attention: {kernel} computes no caps, sinks"):
+        choose_kernel(kernel, GPU, NO_HEADS, check)
+    chosen, line = choose_kernel("auto", GPU, NO_HEADS, check)
+    assert chosen == "sdpa" and "varlen computes no caps, sinks and chunks" in line
 
 
 def test_run_warns_of_kernel_fallback(monkeypatch, tmp_path, capsys):

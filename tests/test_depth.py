@@ -14,15 +14,16 @@ from tests.helpers import golden
 from tests.helpers.clocks import Clock
 from tests.helpers.generation import Drafter, as_dict, make_engine, make_prompts, make_rows
 from tests.helpers.late import LateRunner, results_come_late
-from tests.helpers.models import random_model, small_config
+from tests.helpers.models import config_of, random_model
 from tests.helpers.turns import LIMIT, PARAMS, SEED, play
+from tests.test_architectures import SERVED
 
 MAX_LENGTH, NUM_SCHEDULES = 56, 24
 
 
-@pytest.fixture(scope="module")
-def baseline():
-    model = random_model(small_config("llama"))
+@pytest.fixture(scope="module", params=["llama", "qwen3_5", "lfm2"])
+def baseline(request):
+    model = random_model(config_of(*SERVED[request.param]))
     prepare_model(model, MAX_LENGTH)
     rows = make_rows(make_prompts(5, 25), 3, LIMIT)
     for row in rows:

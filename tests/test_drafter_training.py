@@ -5,6 +5,7 @@ import pytest
 import torch
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
+from bubblespec.engine.model_checks import prepare_model
 from bubblespec.mechanisms.drafter import training as drafter_training
 from bubblespec.mechanisms.drafter.layer import Drafter
 from bubblespec.mechanisms.drafter.mechanism import MAX_CHAIN_LENGTH
@@ -18,6 +19,7 @@ from bubblespec.mechanisms.drafter.training import (
 )
 from tests.helpers.clocks import Clock
 from tests.helpers.drafter_oracle import (
+    MAX_LENGTH,
     NAMES,
     ONE_RANK,
     body,
@@ -30,7 +32,8 @@ from tests.helpers.drafter_oracle import (
     make_training,
     states_of,
 )
-from tests.helpers.models import VOCAB
+from tests.helpers.models import VOCAB, everything_in_full_precision
+from tests.test_architectures import SERVED, build
 
 SIZES = [(1, 7), (4, 9), (12, 3), (3, 1)]
 
@@ -90,9 +93,14 @@ def starts_of(example: Example) -> range:
     return range(max(example.context_length - 2, 0), len(example.tokens) - 1)
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_unrolled_pass_equals_chains_from_all_positions(name):
-    policy = make_policy(name)
+@pytest.mark.parametrize("name", [*NAMES, "gemma2", "gpt_oss", "llama4"])
+def test_unrolled_pass_equals_chains_from_all_positions(name, monkeypatch):
+    if name in NAMES:
+        policy = make_policy(name)
+    else:  # attention with a cap, sinks, or chunks in other layers
+        policy = build(*SERVED[name])
+        everything_in_full_precision(monkeypatch, policy)
+        prepare_model(policy, MAX_LENGTH)
     drafter = make_drafter(policy)
     training, examples = make_training(drafter), make_examples(policy, SIZES)
     hidden, tokens, counts = training._pad(examples)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from bubblespec.engine.arrays import unpacked
-from bubblespec.engine.batch import Batch, SamplerOutput, SamplingParams
+from bubblespec.engine.batch import Batch, Runner, SamplerOutput, SamplingParams
 from bubblespec.engine.engine import Engine
 from bubblespec.engine.pages import Pages
 from bubblespec.types import Load, Row, SampleId
@@ -16,10 +16,10 @@ STOP = 9
 PARAMS = SamplingParams(stop_token_ids=(STOP,))
 
 
-class TextRunner:
-    """Each row generates its text. In place of keys and values the cache has tokens, or -1."""
+class TextRunner(Runner):
+    """Each row generates its text. In place of keys and values the cache has tokens, or -1.
 
-    depth, supports_overlap, is_shared = 0, False, False
+    In place of states there are the tokens that they have taken in, and those that wait."""
 
     def __init__(
         self,
@@ -28,7 +28,10 @@ class TextRunner:
         max_num_batched_tokens: int,
         texts: dict[SampleId, list[int]],
         pages: Pages | None = None,
+        window: int | None = None,
     ):
+        self.window = window
+        self.states: list[tuple] = [([], [])] * (num_slots + 1)
         self.num_slots, self.max_length = num_slots, max_length
         self.max_num_batched_tokens, self.texts, self.pages = max_num_batched_tokens, texts, pages
         shape = (num_slots, max_length) if pages is None else (pages.num_pages, pages.page_size)
@@ -50,11 +53,19 @@ class TextRunner:
         else:
             self.cache[target], self.cache[target, :length] = -1, self.cache[source, :length]
         self.rows[target], self.rows[source] = self.rows[source], None
+        self.states[target] = self.states[source]
 
-    def share(self, source: np.ndarray, target: np.ndarray, length: np.ndarray) -> None:
+    def keep(self, slot: int) -> None:
+        self.states[self.num_slots] = self.states[slot]
+
+    def share(
+        self, source: np.ndarray, target: np.ndarray, length: np.ndarray, states: np.ndarray
+    ) -> None:
         given = (source.tolist(), target.tolist(), length.tolist())
         assert not set(given[0]) & set(given[1])
         self.calls.append(("share", *given))
+        for state, slot in zip(states.tolist(), given[1], strict=True):
+            self.states[slot] = self.states[state]
         for source, target, length in zip(*given, strict=True):
             if self.pages is not None:
                 source, target, length = self.pages.share(source, target, length)
@@ -82,6 +93,11 @@ class TextRunner:
             known = [*self.rows[slot].prompt, *self.texts[self.rows[slot].id]]
             seen = self.cache[self.place_of(slot, np.arange(start))]
             assert seen.tolist() == known[:start], "attends to its own tokens"
+            if self.window is not None and count:
+                self.advance(slot, start, batch.tokens[batch.index[0] == slot].tolist())
+                assert self.states[slot][0] == known[: len(self.states[slot][0])]
+                is_draft = dict(zip(batch.slots.tolist(), batch.num_draft.tolist(), strict=True))
+                assert count <= self.window or not is_draft.get(slot)
         tokens: list[int] = []
         drafts = unpacked(batch.draft, batch.num_draft)
         sampled = zip(batch.slots.tolist(), batch.generated.tolist(), drafts, strict=True)
@@ -90,6 +106,14 @@ class TextRunner:
             tokens += padded[generated : generated + len(draft) + 1]
         drawn = np.array(tokens, np.int64)
         return lambda: SamplerOutput(drawn, -drawn.astype(float))
+
+    def advance(self, slot: int, start: int, fed: list[int]) -> None:
+        """Let a state take in what was right of its last window, and feed it one or more."""
+        taken, waiting = self.states[slot] if start else ([], [])
+        assert 0 <= start - len(taken) <= len(waiting), "a state is never ahead"
+        taken = taken + waiting[: start - len(taken)]
+        last = max(len(fed) - 1, 0) // self.window * self.window
+        self.states[slot] = taken + fed[:last], fed[last:]
 
 
 class FixedDrafts(Drafts):
@@ -169,10 +193,11 @@ def check_pages(engine: Engine) -> None:
         assert len(of) == 1 or all(end < engine.prompt_length[slot] for _, slot in of)
 
 
+@pytest.mark.parametrize("window", [None, 4])
 @pytest.mark.parametrize("seed", range(16))
-def test_random_schedules_generate_the_given_texts(seed):
+def test_random_schedules_generate_the_given_texts(seed, window):
     """Slots, budgets, drafts, drops and resets at random, without pages, with few and with many.
-    In every forward rows attend to their own tokens (`TextRunner`)."""
+    In every forward rows attend to their own tokens, and states take in these (`TextRunner`)."""
     rng = np.random.default_rng(seed)
     prompts = [tuple(rng.integers(20, 90, rng.integers(1, 12)).tolist()) for _ in range(5)]
     ids = [SampleId(u, 0, sample) for u in range(len(prompts)) for sample in range(4)]
@@ -181,7 +206,7 @@ def test_random_schedules_generate_the_given_texts(seed):
     pages, size = None, int(rng.choice([2, 4, 8]))
     if seed >= 8:
         pages = Pages(num_slots, 40, 40 // size * int(rng.integers(1, num_slots + 1)), size)
-    runner = TextRunner(num_slots, 40, int(rng.integers(num_slots, 40)), texts, pages)
+    runner = TextRunner(num_slots, 40, int(rng.integers(num_slots, 40)), texts, pages, window)
     engine, rows = Engine(runner), [Row(i, prompts[i.prompt_id], 26) for i in ids]
 
     def guess(row: Row, length: int) -> np.ndarray | None:

@@ -23,6 +23,7 @@ from tests.helpers.runs import (
 from tests.helpers.streaming import stream_always
 from tests.helpers.threads import train_on_threads
 
+HYBRID = "model.path=configs/tiny_hybrid"  # two of its three layers have a state
 SHAPES = {
     "in order": [REWARD],
     "tail batching": [
@@ -33,6 +34,8 @@ SHAPES = {
     "dynamic sampling": [  # with a reward that is often the same for a whole group
         "rollout.dynamic_sampling_max_batches=2"
     ],
+    "hybrid": [REWARD, HYBRID, "loss.kl_coef=0.02"],
+    "hybrid, lora": [REWARD, HYBRID, *LORA_AND_TRUNCATION, "model.gradient_checkpointing=true"],
     "lora and truncation": [REWARD, *LORA_AND_TRUNCATION, "loss.kl_coef=0.02"],
 }
 OPTIONS = {
@@ -66,6 +69,10 @@ CASES = [
     ("dynamic sampling", "drafts", 2, "stop"),
     ("dynamic sampling", "late+drafts+streamed", 2, None),
     ("dynamic sampling", "copy+invariant", 2, None),
+    ("hybrid", "drafts+few slots+streamed", 2, "kill"),
+    ("hybrid", "late+drafts", 3, "stop"),
+    ("hybrid", "drafter", 1, None),
+    ("hybrid, lora", "drafts", 2, "kill"),
     ("lora and truncation", "drafter", 1, None),
     ("lora and truncation", "copy", 2, "kill"),
 ]

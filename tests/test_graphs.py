@@ -18,6 +18,7 @@ from tests.helpers.generation import STOP, Drafter, as_dict, make_engine, make_r
 from tests.helpers.graphs import POOL, Traffic, fail_at, needs_interpreter, stand_in
 from tests.helpers.models import ARCHITECTURES, GQA, SMALL, config_of, random_model
 from tests.helpers.tp import ThreadTPGroup, run_together
+from tests.test_architectures import SCORES
 
 pytestmark = needs_interpreter
 LENGTH, SEED = 64, 5
@@ -28,7 +29,12 @@ LATENT |= {"v_head_dim": 16, "num_key_value_heads": 4, "first_k_dense_replace": 
 KINDS = ARCHITECTURES | {
     "gemma": ("Gemma", {**GQA, "head_dim": 16}),
     "deepseek": ("DeepseekV3", SMALL | LATENT),  # keys of 24, values of 16
+    # Attention with a cap, sinks and chunks.
+    "gemma2": SCORES["gemma2"],
+    "granite_swa": SCORES["granite_swa"],
+    "llama4": ("Llama4Text", SCORES["llama4"][1] | {"moe_layers": []}),
 }
+MODULES = ("gemma", "deepseek", "gemma2", "granite_swa", "llama4")  # not written out
 SIZES = {"max_length": LENGTH, "seed": SEED}
 ONE_LAYER = {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1}
 PAGED = SIZES | {"max_num_batched_tokens": 16, "page_size": 16}
@@ -76,11 +82,14 @@ def plain_rows(model, params, rows=None) -> dict:
         ("qwen2", TRUNCATED, None, 0.0),
         ("gemma", WARM, None, 0.3),
         ("deepseek", WARM, 5, 0.3),
+        ("gemma2", WARM, None, 0.3),
+        ("granite_swa", WARM, 5, 0.3),
+        ("llama4", WARM, None, 0.3),
     ],
 )
 def test_rows_of_graphs_equal_rows_of_torch(monkeypatch, name, params, num_pages, corrupted):
     few = {"num_hidden_layers": 1} if name == "deepseek" else ONE_LAYER
-    model = make_model(name, **({} if name == "llama" else few))
+    model = make_model(name, **({} if name == "llama" or name in SCORES else few))
     wanted = plain_rows(model, params)
     captures = stand_in(monkeypatch)
     # What earlier rows may have left in pages.
@@ -88,7 +97,7 @@ def test_rows_of_graphs_equal_rows_of_torch(monkeypatch, name, params, num_pages
     engine = make_engine(model, 4, **PAGED, num_pages=num_pages)
     placed, place = [], engine.runner.place
     engine.runner.place = lambda *of: placed.append(of) or place(*of)
-    assert (engine.runner.forward.decoder is None) == (name in ("gemma", "deepseek"))
+    assert (engine.runner.forward.decoder is None) == (name in MODULES)
     drafts = None if corrupted is None else Drafter(wanted, corrupted)
     assert as_dict(engine.run(make(), params, drafts)) == wanted
     found = engine.runner.graphs.pool

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from test_architectures import HYBRIDS, build
+from test_architectures import HYBRIDS, SERVED, build
 from test_graphs import LENGTH, PAGED, WARM, make_few, make_model, plain_rows
 
 from bubblespec.engine import ops, trial
@@ -15,7 +15,7 @@ from bubblespec.engine.trial import choose_operations, problem_of, replace, size
 from tests.helpers.documented import says
 from tests.helpers.generation import Drafter, as_dict, make_engine
 from tests.helpers.graphs import needs_interpreter, stand_in
-from tests.helpers.models import ARCHITECTURES, config_of, random_model
+from tests.helpers.models import config_of, random_model
 
 if ops.has_triton():
     from tests.helpers.broken_kernels import KERNELS, NO_COMPILER, NO_HEADER, fail, spoil
@@ -122,7 +122,7 @@ def test_rows_are_compared_by_their_own_size():
 @pytest.mark.parametrize("name", ["llama", "mistral-window"])
 def test_kernels_pass_their_trials(monkeypatch, name):
     stand_in(monkeypatch)
-    sizes = sizes_of(random_model(config_of(*ARCHITECTURES[name]), torch.float32), True)
+    sizes = sizes_of(random_model(config_of(*SERVED[name]), torch.float32), True)
     assert [problem_of(operation, sizes) for operation in ops.OPERATIONS] == [None] * 10
 
 
@@ -131,6 +131,17 @@ def test_kernels_of_states_pass_their_trial(monkeypatch, name):
     stand_in(monkeypatch)
     sizes = sizes_of(build(*HYBRIDS[name], torch.float32))
     assert sizes.states and problem_of(ops.STATES, sizes) is None
+
+
+@pytest.mark.parametrize("name", ["gemma2", "gpt_oss", "llama4", "qwen3_5"])
+def test_trial_of_attention_has_what_the_model_has(monkeypatch, name):
+    stand_in(monkeypatch)
+    sizes = sizes_of(random_model(config_of(*SERVED[name]), torch.float32))
+    options = [options for _, options in sizes.attention]
+    assert any(of.cap for of in options) == (name == "gemma2")
+    assert any(of.chunk for of in options) == (name == "llama4")
+    assert sizes.has_sinks == (name == "gpt_oss")
+    assert problem_of(ops.ATTEND, sizes) is None
 
 
 def test_without_a_compiler_torch_computes_everything(monkeypatch, capsys, model, wanted):

@@ -383,7 +383,7 @@ def test_command_prints_a_table_or_one_line(monkeypatch, tmp_path, capsys):
     transformers.MambaConfig(hidden_size=64, num_hidden_layers=2).save_pretrained(tmp_path)
     assert call(monkeypatch, f"model.path={tmp_path}") == 2
     error = capsys.readouterr().err
-    assert error == "error: model.path: mamba has no num_attention_heads\n"
+    assert error == "error: model.path: mamba has no layers with attention\n"
     assert call(monkeypatch, "model.path=/nowhere") == 2
     error = capsys.readouterr().err
     assert error.startswith("error: model.path: there is no folder /nowhere")

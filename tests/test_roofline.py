@@ -1,12 +1,14 @@
 """The roofline against data sheets, the prototype of our kernels, and published timings."""
 
 import statistics
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from benchmarks.measured_costs import cost_of, predict, read_cases
 from bubblespec.mechanisms.quantized.copy import LARGE
+from bubblespec.mechanisms.tp_tail.shards import TPUnsupported
 from bubblespec.tools.simulate import roofline as module
 from bubblespec.tools.simulate.recorded import load_cost
 from bubblespec.tools.simulate.roofline import FITTED, GPUS, MODELS, OWN, copy_roofline, roofline
@@ -151,7 +153,7 @@ def test_24_gb_cards_follow_their_data_sheets(gpu, memory, peak, processors):
     keys_s = cost.seconds(Load(64, 64, 0, 200_000)) - cost.seconds(Load(64, 64))
     assert keys_s == pytest.approx(2 * 2 * 28 * 2 * 128 * 200_000 / (0.95 * memory), rel=0.15)
     prompt_s = cost.layers.seconds(50_000)
-    operations = 2 * 28 * shape.layer_weights * 50_000
+    operations = 2 * shape.layer_weights * 50_000
     assert prompt_s == pytest.approx(operations / (OWN.peak_share * peak), rel=0.01)
     assert module.update_tokens_per_s(gpu, "1.5b") == pytest.approx(
         OWN.peak_share * peak / (6 * shape.parameters)
@@ -192,3 +194,19 @@ def test_more_work_never_takes_less_time():
     ]
     by_positions = [cost.seconds(Load(rows, rows, 0, rows * n)) for n in (1, 60, 900, 9000)]
     assert by_tokens == sorted(by_tokens) and by_positions == sorted(by_positions)
+
+
+def test_states_are_read_and_written_once_whatever_the_window():
+    """Qwen3.5-2B: 18 layers with 16 heads of 128 x 128, and the parameters of its products."""
+    cost, shape = roofline("h200", "qwen3.5-2b"), MODELS["qwen3.5-2b"]
+    layer = 2048 * (3 * 2048 + 2048 + 2 * 16) + 2048 * 2048  # q, k, v, z, b, a and out
+    attention = 2048 * (2 * 2048 + 2 * 2 * 256) + 2048 * 2048  # gated queries, k, v and out
+    products = 18 * layer + 6 * attention + 24 * 3 * 2048 * 6144 + 2048 * 248320
+    assert shape.parameters == products
+    state_s = 2 * 4 * 18 * 16 * 128 * 128 / (OWN.keys_share * 4.8e12)
+    for fed in (1, 4):
+        without = replace(cost, row_s=0.0)
+        load = Load(64, 64 * fed, 0, 0, 0, 64 * (fed - 1))
+        assert cost.seconds(load) - without.seconds(load) == pytest.approx(64 * state_s)
+    with pytest.raises(TPUnsupported):
+        roofline("h200", "qwen3.5-2b", 2)

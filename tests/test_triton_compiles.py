@@ -15,10 +15,12 @@ SIZES = [*((size, size) for size in (64, 80, 96, 128, 192, 256)), (192, 128)]
 GROUPS = range(1, 17)  # query heads of a key/value head
 
 
-def attention(capability: int, sizes: tuple[int, int], group: int, tile: int) -> tuple:
-    """Return a case; windows and numbers of splits alternate."""
+def attention(
+    capability: int, sizes: tuple[int, int], group: int, tile: int, *more: float | None
+) -> tuple:
+    """Return a case; windows and numbers of splits alternate. more: cap, sinks and chunk."""
     shape = max(tile // group, 1), group, sizes, 1024 if group % 2 else None
-    return capability, "attend", *shape, 512 if group % 4 < 2 else 4096
+    return capability, "attend", *shape, 512 if group % 4 < 2 else 4096, *more
 
 
 # Decoding, windows of drafts, prompts.
@@ -27,6 +29,9 @@ ATTENTION += [(86, (192, 192), 8, 64), (86, (256, 256), 3, 16), (89, (96, 96), 5
 ATTENTION += [(89, (128, 128), 2, 64), (90, (128, 128), 7, 16), (90, (128, 128), 8, 64)]
 ATTENTION += [(90, (80, 80), 71, 64), (100, (128, 128), 7, 16), (100, (256, 256), 4, 64)]
 ATTENTION += [(120, (192, 128), 1, 16), (120, (192, 128), 2, 64), (120, (256, 256), 16, 64)]
+# Gemma 2, gpt-oss, Llama 4.
+ATTENTION += [(90, (256, 256), 2, 64, 50.0), (90, (64, 64), 8, 16, None, True)]
+ATTENTION += [(90, (128, 128), 5, 64, None, False, 8192)]
 if os.environ.get("COMPILE_ALL"):
     ATTENTION = [
         (capability, sizes, group, tile)

@@ -13,6 +13,7 @@ from torch.nn.functional import gelu, silu
 from bubblespec.engine.batch import SamplingParams
 from bubblespec.engine.kv_cache import SPLIT, KVCache, LayerCache, pack_rows
 from bubblespec.engine.ops import torch_ops
+from bubblespec.engine.ops.softmax import AttentionOptions
 from bubblespec.engine.ops.view import TILE, AttentionMetadata, Norm
 from bubblespec.engine.sampling import Noise, add_gumbel, random_bits, sample, stream_keys
 
@@ -84,25 +85,28 @@ def make_cache(view: AttentionMetadata, page: int, heads: int, size: int, value_
     return [of[:, 1].transpose(1, 2) for of in (keys, values)]
 
 
-def attend(query, keys, values, view: AttentionMetadata, scaling: float, window: int | None = None):
+def attend(query, keys, values, view: AttentionMetadata, options: AttentionOptions):
     packing, cache = SimpleNamespace(view=view), LayerCache(keys, values, None)
-    return triton_ops.attend(query, packing, cache, scaling, window)
+    return triton_ops.attend(query, packing, cache, options)
 
 
-def plain_attention(
-    query, keys, values, view: AttentionMetadata, scaling: float, window: int | None
-):
+def plain_attention(query, keys, values, view: AttentionMetadata, options: AttentionOptions):
+    scaling, window, cap, sinks, chunk = options
     out, group = [], query.shape[1] // keys.shape[2]
     sequences = np.arange(len(view.slot)).repeat(view.first.diff().cpu().numpy())
     for token, position in enumerate(view.position.tolist()):
         row = view.table[view.slot[sequences[token]].item(), :-1].long()
         first = max(position + 1 - window, 0) if window else 0
+        first = max(first, position - position % chunk) if chunk else first
         key, value = (
             cache[row].flatten(0, 1)[first : position + 1].double().repeat_interleave(group, 1)
             for cache in (keys, values)
         )
         score = torch.einsum("hd,khd->hk", query[token].double(), key) * scaling
-        out.append(torch.einsum("hk,khd->hd", score.softmax(-1), value))
+        score = score if cap is None else cap * (score / cap).tanh()
+        weight = score.exp()
+        total = weight.sum(-1) + (0 if sinks is None else sinks.double().exp())
+        out.append(torch.einsum("hk,khd->hd", weight / total[:, None], value))
     return torch.stack(out)
 
 
@@ -133,19 +137,48 @@ def test_attend_equals_plain_attention(group, size, page, split, window, sequenc
     view = make_view(sequences, page, split)
     keys, values = make_cache(view, page, 2, size, value_size)
     query = randn(2 * group, len(view.place), size).transpose(0, 1)
-    how = {"scaling": size**-0.5, "window": window}
-    assert_near(
-        attend(query, keys, values, view, **how), plain_attention(query, keys, values, view, **how)
-    )
+    given = query, keys, values, view, AttentionOptions(size**-0.5, window)
+    assert_near(attend(*given), plain_attention(*given))
+
+
+ROWS = [(0, 3, 66), (2, 0, 0), (1, 2, 33), (3, 12, 40), (4, 1, 1), (5, 1, 64)]
+
+
+@pytest.mark.parametrize(
+    "split, window, chunk, cap, sink",
+    [
+        (16, None, 32, None, 0.0),
+        (128, None, 24, 0.7, None),
+        (16, None, 24, 0.7, 0.0),
+        (128, None, 32, None, 0.0),
+        (16, 20, None, 3.0, -90.0),
+        (128, None, None, None, 90.0),
+    ],
+)
+def test_attend_with_cap_sinks_and_chunks_equals_plain(split, window, chunk, cap, sink):
+    """Chunks that begin at a block of keys and elsewhere; sinks of no weight and of all."""
+    view = make_view(ROWS, 16, split)
+    keys, values = make_cache(view, 16, 2, 16)
+    query = randn(6, len(view.place), 16).transpose(0, 1)
+    sinks = None if sink is None else sink + randn(6)
+    options = AttentionOptions(0.4, window, cap, sinks, chunk)
+    given = query, keys, values, view, options
+    found, wanted = attend(*given), plain_attention(*given)
+    assert_near(found, wanted)
+    for name in ("cap", "chunk", "sinks"):
+        if getattr(options, name) is not None and sink in (None, 0.0):
+            other = plain_attention(*given[:4], options._replace(**{name: None}))
+            assert (other - wanted).abs().max() > 0.05, name
 
 
 def test_attended_bits_do_not_depend_on_other_rows():
     view = make_view([(0, 2, 30), (1, 1, 100)], 32, 32)
     keys, values = make_cache(view, 32, 1, 16)
     query = randn(3, 2, 16)
-    both = attend(query, keys, values, view, scaling=0.25)
+    options = AttentionOptions(0.25)
+    both = attend(query, keys, values, view, options)
     only = view._replace(first=view.first[:2], slot=view.slot[:1], max_keys=32)
-    alone = attend(query[:2], keys, values, only, scaling=0.25)
+    alone = attend(query[:2], keys, values, only, options)
     assert torch.equal(both[:2], alone)
 
 
@@ -156,8 +189,9 @@ def test_attended_bits_do_not_depend_on_the_cut_of_rows():
     views[1] = views[1]._replace(table=views[0].table, place=views[0].place)
     keys, values = make_cache(views[0], 32, 1, 16)
     query = randn(50, 3, 16)
-    for window in (None, 30):
-        together, apart = (attend(query, keys, values, of, 0.25, window) for of in views)
+    for window, chunk in ((None, None), (30, None), (None, 40)):
+        options = AttentionOptions(0.25, window, 5.0, randn(3), chunk)
+        together, apart = (attend(query, keys, values, of, options) for of in views)
         # numpy's products round by a row's place.
         assert_near(together, apart, 1e-6 if DEVICE == "cpu" else 0.0)
 
@@ -173,7 +207,7 @@ def test_attention_reads_nothing_behind_the_tokens_fed():
     query = randn(5, 4, 16)
     for window in (None, 5):
         found, wanted = (
-            of(query, keys, values, view, 0.25, window)[[0, 1, 3]]
+            of(query, keys, values, view, AttentionOptions(0.25, window))[[0, 1, 3]]
             for of in (attend, plain_attention)
         )
         assert_near(found, wanted)

@@ -12,7 +12,6 @@ from bubblespec.engine.ops.view import AttentionMetadata
 
 triton = pytest.importorskip("triton")
 from bubblespec.engine.ops import triton_states  # noqa: E402
-from bubblespec.engine.recurrent import unit  # noqa: E402
 
 if os.environ.get("TRITON_INTERPRET") == "1":
     DEVICE = "cpu"
@@ -92,7 +91,7 @@ class Rows:
         x = torch.nn.functional.pad(self.texts.double(), (0, 0, TAPS - 1, 0))
         mixed = torch.nn.functional.silu(torch_states.taps(x, self.weight, self.bias))
         qk, v = mixed.split((2 * self.key_heads * KEY, self.heads * VALUE), -1)
-        both = unit(qk.unflatten(-1, (2, self.key_heads, KEY)))
+        both = torch_states.unit(qk.unflatten(-1, (2, self.key_heads, KEY)))
         both = both.repeat_interleave(self.heads // self.key_heads, 3)
         q, k = (of.transpose(1, 2) for of in both.unbind(2))
         v = v.unflatten(-1, (self.heads, VALUE)).transpose(1, 2)

@@ -21,11 +21,12 @@ from transformers import PreTrainedModel
 
 from bubblespec.engine.comparison import norm_of
 from bubblespec.engine.kv_cache import CachePacking
-from bubblespec.engine.model import layer_heads, state_layers
+from bubblespec.engine.model import body_of, layer_heads, state_layers
 from bubblespec.engine.ops import ops_for
+from bubblespec.engine.ops.softmax import AttentionOptions
 from bubblespec.engine.ops.view import Norm
 from bubblespec.engine.state_layers import GatedDelta, Mixer, ShortConvolution
-from bubblespec.engine.weights import Linears, Multiply, ProductOf, linear_of, stack
+from bubblespec.engine.weights import Multiply, ProductOf, linear_of, one_by_one, stack
 
 IS_WRITTEN_OUT = "_bubblespec_is_written_out"  # attribute of a model
 # transformers' names of the activations that `gated` computes.
@@ -47,8 +48,7 @@ class Attention(NamedTuple):
     head_norms: tuple[Norm, Norm] | None  # of each query and key head (Qwen3)
     wide_norms: tuple[Norm, Norm] | None  # of all query and of all key heads together (OLMo 2)
     rotates: bool
-    scaling: float
-    window: int | None
+    options: AttentionOptions
     out: Multiply  # [N, H * D] to [N, C]
 
 
@@ -79,7 +79,7 @@ class Decoder:
 
         num_heads: H and K of these products, by default the model's; attend: by
         default that of the device. Raises ValueError for a model that lacks a part."""
-        base: Any = model.base_model
+        base: Any = body_of(model)
         config: Any = model.config.get_text_config(decoder=True)
         try:
             self.embed, self.rotary_emb = base.embed_tokens, _part(base, "rotary_emb", "pos_emb")
@@ -130,7 +130,7 @@ class Decoder:
         own = packing.cache.layer(layer.number, qkv[:, heads:behind_keys], qkv[:, behind_keys:])
         rotation = rotation if layer.rotates else None
         query = ops.rope_store(qkv, packing, own, rotation, layer.head_norms)
-        attended = self.attend(query, packing, own, layer.scaling, layer.window)
+        attended = self.attend(query, packing, own, layer.options)
         return layer.out((attended if gate is None else attended * gate).flatten(1))
 
     def _add_norm(
@@ -174,13 +174,6 @@ def stacked(model: PreTrainedModel) -> ProductOf:
 def product_of(layer: torch.nn.Linear | None) -> Multiply | None:
     """Return the product of a layer, which may change its class, without a module's hooks."""
     return layer and (lambda x: layer.forward(x))
-
-
-def one_by_one(layers: Linears) -> Multiply:
-    """Return the product of layers that are computed one after another."""
-    if len(layers) == 1:
-        return layers[0]
-    return lambda x: torch.cat([layer(x) for layer in layers], dim=-1)
 
 
 def _part(owner: Any, *names: str) -> Any:
@@ -235,7 +228,9 @@ def _attention(attention: Any, config: Any, product_of: ProductOf) -> Attention:
         head_norms=None if is_wide else both,
         wide_norms=both if is_wide else None,
         rotates=bool(getattr(attention, "use_rope", True)),
-        scaling=attention.scaling,
-        window=getattr(attention, "sliding_window", getattr(config, "sliding_window", None)),
+        options=AttentionOptions(
+            attention.scaling,
+            getattr(attention, "sliding_window", getattr(config, "sliding_window", None)),
+        ),
         out=product_of("out", (out,)),
     )

@@ -215,7 +215,9 @@ class Engine(Scheduler):
             wait = runner.launch(self._batch(plan), params)
         active = slice(len(plan.count))
         self.cached[active] = np.minimum(plan.start + plan.count, plan.known)
-        self.began[active] = plan.start + self.most[active]
+        if runner.window is not None:
+            whole = np.maximum(plan.count - 1, 0) // runner.window * runner.window
+            self.began[active] = plan.start + self.most[active] + whole
         self.most[slots] += plan.num_sampled
         self.fewest[slots] += 1
         stops, now_s = params.stop_token_ids, self.pace.clock.perf_counter()

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from bubblespec.engine.arrays import ragged, staged, to_device
+from bubblespec.engine.ops.softmax import AttentionOptions
 from bubblespec.engine.ops.view import TILE, AttentionMetadata
 from bubblespec.engine.pages import Pages
 from bubblespec.engine.states import SHARED_BYTES, Feed, StateCache, Windows
@@ -343,27 +344,35 @@ class CachePacking:
         return Padding(*(to_device(array, self.device) for array in arrays))
 
     def mask(
-        self, group: AttentionGroup, heads_per_kv: int, window: int | None, dtype: torch.dtype
+        self,
+        group: AttentionGroup,
+        heads_per_kv: int,
+        options: AttentionOptions,
+        dtype: torch.dtype,
     ) -> torch.Tensor | None:
         """Return the additive mask [R, 1, G * Q, L] of all layers; None if queries see everything.
 
-        Query q sees position k if q - window < k <= q."""
-        key = (group.first_slot, heads_per_kv, window)
+        Query q sees position k if q - window < k <= q, and k is in the chunk of q."""
+        key = (group.first_slot, heads_per_kv, options.window, options.chunk)
         if key not in self._masks:
-            self._masks[key] = self._make_mask(group, heads_per_kv, window, dtype)
+            self._masks[key] = self._make_mask(group, heads_per_kv, options, dtype)
         return self._masks[key]
 
-    def _make_mask(self, group, heads_per_kv, window, dtype) -> torch.Tensor | None:
+    def _make_mask(self, group, heads_per_kv, options, dtype) -> torch.Tensor | None:
         first, rows, queries, length, places = group
-        reaches_back = window is None or window >= length
+        window, chunk = options.window, options.chunk
+        reaches_back = min(window or length, chunk or length) >= length
         if queries == 1 and reaches_back and (self.ends[first : first + rows] == length).all():
             return None
-        # Whether q sees k depends on k - q alone: each query's mask is a piece of one vector, with
-        # k = q at L - 1.
+        # Without chunks whether q sees k depends on k - q alone: each query's mask is a piece of
+        # one vector, with k = q at L - 1.
         vector = torch.full((2 * length - 1,), float("-inf"), dtype=dtype, device=self.device)
         vector[max(length - (window or length), 0) : length] = 0.0
         position = self.position if self.padding is None else self.padding.position
         mask = vector.unfold(0, length, 1).index_select(0, length - 1 - position[places])
+        if chunk is not None:
+            begin = options.first_key(position[places])[:, None]
+            mask.masked_fill_(torch.arange(length, device=self.device) < begin, float("-inf"))
         mask = mask.view(rows, 1, queries, length)
         return mask if heads_per_kv == 1 else mask.repeat(1, 1, heads_per_kv, 1)
 

@@ -140,7 +140,7 @@ def forward_hidden(
     own = vars(model).get(OWN_HIDDEN)
     if own is not None and isinstance(packing, SequencePacking) and not is_replaced(LAYERS):
         return own(model, input_ids, packing, kernel)
-    out = model.base_model(
+    out = body_of(model)(
         input_ids=input_ids[None],
         position_ids=packing.position[None],
         use_cache=False,
@@ -148,6 +148,14 @@ def forward_hidden(
         kernel=kernel,
     )
     return out.last_hidden_state[0]
+
+
+def body_of(model: PreTrainedModel) -> Any:
+    """Return the part of the model that computes hidden states.
+
+    Llama 4's `base_model` is the model itself, as the part has another name than its prefix."""
+    base = model.base_model
+    return getattr(model, "model", base) if base is model else base
 
 
 def output_head(model: PreTrainedModel) -> OutputHead:
@@ -196,16 +204,20 @@ def state_layers(model: PreTrainedModel) -> list[int]:
     return vars(model).get(STATE_LAYERS, [])
 
 
+def attention_layers(config: PreTrainedConfig) -> list[int]:
+    """Return the numbers of the layers with keys and values."""
+    decoder = config.get_text_config(decoder=True)
+    kinds = dict(enumerate(layer_kinds(config)))
+    return [n for n in range(decoder.num_hidden_layers) if kinds.get(n) not in WITHOUT_ATTENTION]
+
+
 def layer_heads(config: PreTrainedConfig) -> list[Heads]:
     """Return the heads of each layer with attention. Raises InputError for a model without any."""
     hidden = config.get_text_config(decoder=True).hidden_size
     names = ["num_attention_heads", "num_key_value_heads", "head_dim", "kv_lora_rank"]
     names += ["qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"]
-    found, layers = [], zip(*(of_layers(config, name) for name in names), strict=True)
-    kinds = layer_kinds(config)
-    for number, (heads, keys, size, rank, *latent) in enumerate(layers):
-        if number < len(kinds) and kinds[number] in WITHOUT_ATTENTION:
-            continue
+    found, layers = [], list(zip(*(of_layers(config, name) for name in names), strict=True))
+    for heads, keys, size, rank, *latent in (layers[number] for number in attention_layers(config)):
         if heads is None:
             raise InputError(f"model.path: {config.model_type} has no num_attention_heads")
         if rank:  # latent attention, whose keys are cached expanded
@@ -213,4 +225,6 @@ def layer_heads(config: PreTrainedConfig) -> list[Heads]:
         else:
             size = size or hidden // heads
             found.append(Heads(heads, keys or heads, size, size))
+    if not found:
+        raise InputError(f"model.path: {config.model_type} has no layers with attention")
     return found

@@ -8,7 +8,7 @@ model's own on random tokens.
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache, PreTrainedModel
@@ -29,6 +29,7 @@ from bubblespec.engine.decoder import IS_WRITTEN_OUT, Decoder, is_like_llama, st
 from bubblespec.engine.model import (
     OWN_HIDDEN,
     STATE_LAYERS,
+    body_of,
     forward_hidden,
     layer_kinds,
     of_layers,
@@ -37,6 +38,7 @@ from bubblespec.engine.model import (
     state_layers,
 )
 from bubblespec.engine.ops import LAYERS, TYPES, has_kernels
+from bubblespec.engine.ops.softmax import AttentionOptions
 from bubblespec.engine.recurrent import serve_states
 from bubblespec.errors import gpu_problem, log, one_line
 
@@ -47,7 +49,7 @@ TRAINED = [160, 5, 3]  # tokens of sequences; of the longest, so many that a ker
 MAX_CHECK_LENGTH = 8300
 # Kinds in a configuration's `layer_types`; those with a state.
 RECURRENT = {"linear_attention", "conv", "hybrid", "hybrid_sliding"}
-KNOWN = {"full_attention", "sliding_attention", "moe", "mlp"} | RECURRENT
+KNOWN = {"full_attention", "sliding_attention", "chunked_attention", "moe", "mlp"} | RECURRENT
 
 
 def prepare_model(
@@ -73,13 +75,17 @@ def prepare_model(
     if is_double or (model.device.type == "cuda" and model.dtype in TYPES):
         # On a GPU the sums of float32 norms depend on the shape of the batch.
         in_float32 |= not replace_norms(model) and model.device.type == "cuda"
-    vars(model)[IS_WRITTEN_OUT] = True  # until a comparison shows something else
     try:
         with torch.no_grad():
-            head: Any = find_head(model, random_tokens(model, CHECKED), num_tokens)
+            tokens = random_tokens(model, CHECKED)
+            head: Any = find_head(model, tokens, num_tokens)
             model.to_logits = head
+            calls = record_calls(model, tokens)
+            # Until a comparison shows something else. A cap may be hidden by rounding.
+            is_plain = all(of.options.has_only_a_window for of in calls)
+            vars(model)[IS_WRITTEN_OUT] = is_plain
             head_sizes = _compare(model, CHECKED, in_float32)
-            _check_masks(model, max_length)
+            _check_masks(model, calls, max_length)
             longer = _longer_check(model, max_length)
             if longer:
                 _compare(model, longer, in_float32)
@@ -121,12 +127,10 @@ def _check_configuration(model: PreTrainedModel, max_length: int) -> None:
         "an encoder-decoder model; the engine serves decoder-only models": getattr(
             config, "is_encoder_decoder", False
         ),
-        f"attention of another kind{other}; the engine computes full and sliding-window attention "
-        "only": other,
+        f"attention of another kind{other}; the engine computes full, sliding-window and chunked "
+        "attention only": other,
         f"a recurrent state{recurrent} of another kind; the engine computes gated delta rules, "
         "scans of Mamba-2 and convolutions only": is_recurrent and not state_layers(model),
-        "scales attention by a token's place in the input (attn_temperature_tuning), which is not "
-        "its position in a packed one": any(of_layers(config, "attn_temperature_tuning")),
         "does not use transformers' attention interface, so the engine cannot serve it "
         # most models with a state do, and say nothing of it
         "unpatched": not getattr(model, "_supports_attention_backend", False)
@@ -136,6 +140,7 @@ def _check_configuration(model: PreTrainedModel, max_length: int) -> None:
     for problem, is_there in problems.items():
         if is_there:
             raise ValueError(f"{type(model).__name__}: {problem}")
+    _end_tuning(model, max_length)
     limit = min(of_layers(config, "max_position_embeddings", math.inf))
     if max_length > limit:
         raise ValueError(
@@ -150,6 +155,23 @@ def _check_configuration(model: PreTrainedModel, max_length: int) -> None:
                 f"with the longest row of a batch beyond {original} tokens, so a row's tokens "
                 f"would depend on its neighbours; keep prompt and response within {original}"
             )
+
+
+def _end_tuning(model: PreTrainedModel, max_length: int) -> None:
+    """Switch off factors of queries that are 1 up to max_length; raise ValueError for others.
+
+    Llama 4 takes them from a token's place in the input, which is not its position in a packed
+    one."""
+    for module in model.modules():
+        if getattr(module, "attn_temperature_tuning", False):
+            first: Any = getattr(module, "floor_scale", 0)
+            if max_length >= first:
+                raise ValueError(
+                    f"{type(model).__name__}: scales attention by a token's place in the input "
+                    f"(attn_temperature_tuning), which is not its position in a packed one; keep "
+                    f"prompt and response together below {first} tokens"
+                )
+            module.attn_temperature_tuning = False  # type: ignore[assignment]
 
 
 def _rotary(model: PreTrainedModel) -> list[dict[str, Any]]:
@@ -176,16 +198,27 @@ def _longer_check(model: PreTrainedModel, max_length: int) -> int | None:
     return length if length > CHECKED else None
 
 
-def _check_masks(model: PreTrainedModel, max_length: int) -> None:
-    """Check that masks follow from windows alone up to max_length, as the attention assumes."""
+class Call(NamedTuple):
+    """An attention call of a model's own forward."""
+
+    layer: int
+    options: AttentionOptions
+    shows: Callable | None
+    """transformers' mask: a function of row, head, query and key position. None if the mask is
+    causal, or made by the model itself."""
+
+
+def _check_masks(model: PreTrainedModel, calls: list[Call], max_length: int) -> None:
+    """Check that masks follow from windows and chunks up to max_length, as attention assumes."""
     device, windows = model.device, _windows(model)
     position = torch.arange(max_length, device=device)
     some = torch.linspace(0, max_length - 1, 16, device=device).long()[:, None]
     row = head = torch.zeros((), dtype=torch.int64, device=device)
-    for layer, window, shows in record_masks(model, random_tokens(model, CHECKED)):
+    for layer, options, shows in calls:
+        window = options.window
         handed = f"a sliding window of {window} tokens" if window else "no sliding window"
         wanted = windows[layer] if layer < len(windows) else None
-        if wanted is not None and wanted < max_length and window != wanted:
+        if wanted not in (None, window, options.chunk) and wanted < max_length:
             raise ValueError(
                 f"layer {layer} has a sliding window of {wanted} tokens, but passes {handed} to "
                 f"its attention function, so the engine cannot apply it; keep prompt and response "
@@ -194,8 +227,7 @@ def _check_masks(model: PreTrainedModel, max_length: int) -> None:
         if shows is None:
             continue
         for query, key in ((some, position), (position[:, None], position[:1])):
-            distance = query - key
-            seen = (distance >= 0) & (distance < (window or max_length))
+            seen = (key <= query) & (key >= options.first_key(query))
             try:
                 shown = shows(row, head, query, key).expand_as(seen)
             except IndexError:  # it looks these positions up in the input, which was shorter
@@ -206,35 +238,30 @@ def _check_masks(model: PreTrainedModel, max_length: int) -> None:
             if not (shown == seen).all():
                 raise ValueError(
                     f"layer {layer} passes {handed} to its attention function, and the engine "
-                    f"derives the mask from that alone; over {max_length} tokens the model's own "
-                    f"mask differs"
+                    f"derives the mask from that and its chunks alone; over {max_length} tokens "
+                    f"the model's own mask differs"
                 )
 
 
-def record_masks(
-    model: PreTrainedModel, tokens: torch.Tensor
-) -> list[tuple[int, int | None, Callable | None]]:
-    """Return layer, window and mask of each attention call of the model's own forward.
-
-    Mask: transformers' function of row, head, query and key position; None if it is causal, or made
-    by the model itself. The model keeps the recording attention."""
-    made, seen = [], []
+def record_calls(model: PreTrainedModel, tokens: torch.Tensor) -> list[Call]:
+    """Return the attention calls of the model's own forward. It keeps the recording attention."""
+    made, calls = [], list[Call]()
 
     def make_mask(*args, mask_function, **kwargs) -> Any:
         kwargs |= {"allow_is_causal_skip": False, "mask_function": mask_function}
         made.append((sdpa_mask(*args, **kwargs), mask_function))
         return made[-1][0]
 
-    def attend(module, query, key, value, attention_mask, sliding_window=None, **kwargs) -> tuple:
+    def attend(module, query, key, value, attention_mask, **given) -> tuple:
         shows = next((function for mask, function in made if mask is attention_mask), None)
-        seen.append((module.layer_idx, sliding_window, shows))
+        calls.append(Call(module.layer_idx, attention.options_of(module, **given), shows))
         return value.new_zeros(1, query.shape[2], query.shape[1], value.shape[-1]), None  # not used
 
     AttentionInterface.register(RECORDER, attend)
     AttentionMaskInterface.register(RECORDER, make_mask)
     model.set_attn_implementation(RECORDER)
-    model.base_model(input_ids=tokens[None], use_cache=False)
-    return seen
+    body_of(model)(input_ids=tokens[None], use_cache=False)
+    return calls
 
 
 def _reference_logits(model: PreTrainedModel, tokens: torch.Tensor) -> torch.Tensor:
@@ -242,7 +269,7 @@ def _reference_logits(model: PreTrainedModel, tokens: torch.Tensor) -> torch.Ten
     if len(tokens) == CHECKED:
         logits = own_forward(model, model, tokens).logits[0, :, : output_head(model).num_tokens]
     else:  # without the logits of all positions, which may be many gigabytes
-        hidden = own_forward(model, model.base_model, tokens).last_hidden_state[0]
+        hidden = own_forward(model, body_of(model), tokens).last_hidden_state[0]
         logits = output_head(model)(hidden[-CHECKED:])
     if not logits.isfinite().all():
         raise ValueError(

@@ -1,18 +1,18 @@
-"""transformers' layers with a state over packed tokens.
+"""transformers' modules with a state over packed tokens.
 
-Their modules pass their keyword arguments on to functions of the file that they are in: a causal
-convolution, and a gated delta rule or a scan (Mamba-2). These are replaced by functions that know
-the packing; without one they compute what they did. What a module does around them stays its own.
-
-transformers computes the rules in float32, whatever a model's type; here a float64 model's are
-computed in float64.
+Gated delta layers and short convolutions compute what is written out in state_layers.py. Modules of
+Mamba-2 pass their keyword arguments on to two functions of the file that they are in, a causal
+convolution and a scan: these are replaced by functions that know the packing. Without a packing all
+of them compute what they did.
 
 Shape legend: N packed tokens, H heads, G key heads, K and V width of keys and values, C channels.
 """
 
 import functools
+import logging
 import sys
 from collections.abc import Callable, Iterator
+from types import MethodType
 from typing import Any, NamedTuple
 
 import torch
@@ -21,10 +21,15 @@ from torch.nn.functional import softplus
 from transformers import PreTrainedModel
 from transformers.activations import ACT2FN
 
-from bubblespec.engine.model import SequencePacking
 from bubblespec.engine.ops import STATES, has_kernels
-from bubblespec.engine.ops import torch_states as ops
-from bubblespec.engine.states import WINDOWS, advance, convolve, split
+from bubblespec.engine.state_layers import (
+    GatedDelta,
+    ShortConvolution,
+    convolution,
+    recurrence,
+)
+from bubblespec.engine.states import WINDOWS
+from bubblespec.engine.weights import one_by_one
 
 NUMBER = "state_layer"  # keyword argument: the number of a layer
 # Names, in families' modules, of the numbers of value and key heads, and of their sizes.
@@ -34,22 +39,37 @@ SIZES = (
     ("head_k_dim", "ssm_state_size"),
     ("head_v_dim", "head_dim"),
 )
-CHUNK = 64  # tokens of whole sequences that are computed at once
 ORIGINAL = "_bubblespec_original"  # attribute of a function
 
 
 def serve_states(model: PreTrainedModel) -> list[int]:
-    """Let a model's layers with a state compute packed tokens; return their numbers."""
+    """Let a model's layers with a state compute packed tokens; return their numbers.
+
+    There are none where a layer is of another kind."""
     numbers = []
+    # It advises packages in place of functions that are hardly used here.
+    logging.getLogger("transformers.integrations.hub_kernels").setLevel(logging.ERROR)
     for module in _with_state(model):
-        home = sys.modules[type(module).__module__]
-        for name in FUNCTIONS:
-            function = getattr(home, name, None)
-            if function is not None and not hasattr(function, ORIGINAL):
-                setattr(home, name, _replacing(function, FUNCTIONS[name]))
-        if "forward" not in vars(module):
-            module.forward = functools.partial(module.forward, **{NUMBER: module.layer_idx})
+        home, own = sys.modules[type(module).__module__], None
+        separate = lambda kind, layers: one_by_one(layers)  # noqa: E731
+        try:
+            if hasattr(home, "torch_chunk_gated_delta_rule"):
+                own = GatedDelta(module, separate)
+            elif not hasattr(module, "A_log"):
+                own = ShortConvolution(module, separate)
+        except AttributeError:
+            return []
+        if own is None and not hasattr(home, "mamba2_chunk_scan"):
+            return []
         numbers.append(module.layer_idx)
+        original = MethodType(type(module).forward, module)  # a copied model has the other one's
+        if own is not None:
+            module.forward = functools.partial(_forward, original, own)
+            continue
+        for name, compute in FUNCTIONS.items():
+            if not hasattr(function := getattr(home, name), ORIGINAL):
+                setattr(home, name, _replacing(function, compute))
+        module.forward = functools.partial(original, **{NUMBER: module.layer_idx})
     return sorted(numbers)
 
 
@@ -74,6 +94,11 @@ def state_shapes(model: PreTrainedModel) -> list[StateShape]:
         sizes = conv.in_channels, conv.kernel_size[0], heads, key_heads, key, value
         shapes.append(StateShape(*sizes, has_beta=hasattr(module, "head_k_dim")))
     return shapes
+
+
+def state_numbers(model: PreTrainedModel) -> int:
+    """Return how many numbers the states of one row have, those of convolutions left out."""
+    return sum(of.heads * of.key * of.value for of in state_shapes(model))
 
 
 def state_bytes(model: PreTrainedModel, device: str) -> int:
@@ -103,6 +128,14 @@ def _first(module: Any, names: tuple[str, ...]) -> int:
     return next((getattr(module, name) for name in names if hasattr(module, name)), 0)
 
 
+def _forward(
+    original: Callable, own: Callable, hidden_states: torch.Tensor, packing: Any = None, **kwargs
+) -> torch.Tensor:
+    if packing is None:
+        return original(hidden_states=hidden_states, **kwargs)
+    return own(hidden_states[0], packing)[None]
+
+
 def _replacing(original: Callable, compute: Callable) -> Callable:
     @functools.wraps(original)
     def replaced(*args, packing: Any = None, **kwargs):
@@ -119,22 +152,8 @@ def _convolution(
 ) -> torch.Tensor:
     """Return [1, C, N] of hidden states [1, C, N], a weight [C, k] and a bias [C]."""
     x, has_silu = hidden_states[0].t(), activation in ("silu", "swish")
-    if isinstance(packing, SequencePacking):
-        out, has_silu = ops.taps_of_sequences(x, packing.position, weight, bias), False
-    else:
-        out = convolve(packing, state_layer, x, weight, bias, has_silu)
-        out = packing.windows.packed(out)
+    out = convolution(packing, state_layer, x, weight, bias, has_silu)
     return (out if has_silu or activation is None else ACT2FN[activation](out)).t()[None]
-
-
-def _delta_rule(
-    packing, query, key, value, g, beta, *, state_layer, use_qk_l2norm_in_kernel=False, **kwargs
-) -> tuple[torch.Tensor, None]:
-    """Return [1, N, H, V] of query and key [1, N, G, K], value [1, N, H, V], g, beta [1, N, H]."""
-    how = {"scale": key.shape[-1] ** -0.5, "is_unit": use_qk_l2norm_in_kernel}
-    rates = _wide(torch.stack((g[0], beta[0].to(g.dtype)), 1)).unbind(1)
-    out = _advance(packing, state_layer, query[0], key[0], value[0], *rates, **how)
-    return out.to(query.dtype)[None], None
 
 
 def _scan(
@@ -145,7 +164,8 @@ def _scan(
     dt = dt[0] if dt_bias is None else dt[0] + dt_bias.to(dt.dtype)
     dt = (softplus(dt) if dt_softplus else dt).clamp(*dt_limit)
     x, k, q, dt = (_wide(of) for of in (hidden_states[0], B[0], C[0], dt))
-    out = _advance(packing, state_layer, q, k, x * dt.unsqueeze(-1), A.to(x.dtype) * dt)
+    qk, decay = torch.stack((q, k), 1), A.to(x.dtype) * dt
+    out = recurrence(packing, state_layer, qk, x * dt.unsqueeze(-1), decay.unsqueeze(1))
     if D is not None:
         out = out + D.unsqueeze(-1) * x
     return (out[None], None) if return_final_states else out[None]
@@ -155,43 +175,4 @@ def _wide(x: torch.Tensor) -> torch.Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
-def _advance(packing, layer: int, q, k, v, log_decay, beta=None, **how) -> torch.Tensor:
-    """Return outputs [N, H, V]; see `states.advance`."""
-    qk = torch.stack((q, k), 1)
-    if isinstance(packing, SequencePacking):
-        q, k = split(qk, v.shape[1], how.get("scale", 1.0), how.get("is_unit", False))
-        return _whole(packing, q, k, _wide(v), log_decay, beta)
-    windows = packing.windows
-    fed: Any = (of if of is None else windows.padded(of) for of in (qk, v, log_decay, beta))
-    return windows.packed(advance(packing, layer, *fed, **how))
-
-
-def _whole(packing: SequencePacking, q, k, v, log_decay, beta) -> torch.Tensor:
-    """Return the outputs of whole sequences, with gradients."""
-    groups, packed_order = packing.groups
-    found = []
-    for count, length, gather, keep in groups:
-        fed = [
-            of
-            if of is None
-            else of.index_select(0, gather).unflatten(0, (count, length)).transpose(1, 2)
-            for of in (q, k, v, log_decay, beta)
-        ]
-        state, outs = None, []
-        for begin in range(0, length, CHUNK):
-            part = slice(begin, min(begin + CHUNK, length))
-            own = [of if of is None else of[:, :, part] for of in fed]
-            out, d, sums = ops.window(state, *own)
-            outs.append(out)
-            if part.stop < length:
-                state = ops.behind(state, own[1], d, sums)
-        out = torch.cat(outs, 2).transpose(1, 2).flatten(0, 1)
-        found.append(out.index_select(0, keep))
-    return torch.cat(found).index_select(0, packed_order)
-
-
-FUNCTIONS: dict[str, Callable] = {
-    "causal_conv1d_fn": _convolution,
-    "torch_chunk_gated_delta_rule": _delta_rule,
-    "mamba2_chunk_scan": _scan,
-}
+FUNCTIONS: dict[str, Callable] = {"causal_conv1d_fn": _convolution, "mamba2_chunk_scan": _scan}

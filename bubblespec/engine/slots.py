@@ -46,8 +46,8 @@ class Scheduler:
         # The prompt whose keys and values a slot holds, even after its row has finished; -1: none.
         self.prompt_key = np.full(self.num_slots, -1, np.int64)
         self._prompt_keys: dict[tuple[int, ...], int] = {}
-        # A row's states are those behind a prompt only until its next forward: `began` is at most
-        # where its last one began. Those of one prompt are kept.
+        # A row has the states behind its prompt only until its next forward: `began` is at least
+        # where its last window began. Those of one prompt are kept.
         self.began = np.zeros(self.num_slots, np.int64)
         self._kept_key = -1
         self.num_admitted = 0

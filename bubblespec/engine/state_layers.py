@@ -1,24 +1,33 @@
 """Layers with a state, written out: gated delta layers and short convolutions.
 
-Their products are values, as in decoder.py. recurrent.py has the same layers as transformers'
-modules, which train.
+They compute over a cache, or whole sequences with gradients. Their products are values, as in
+decoder.py. transformers computes parts in float32 whatever a model's type; here a float64 model is
+computed in float64.
 
 Shape legend: N packed tokens, P >= N places in windows (states.py), H value heads, G key heads, K
 and V their dimensions, C width of the residual.
 """
 
+import functools
+import importlib.util
 from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.nn.functional import silu
 
 from bubblespec.engine.comparison import norm_of
 from bubblespec.engine.kv_cache import CachePacking
-from bubblespec.engine.ops import ops_for
-from bubblespec.engine.states import advance, convolve
+from bubblespec.engine.model import SequencePacking
+from bubblespec.engine.ops import ops_for, torch_ops, torch_states
+from bubblespec.engine.states import advance, convolve, split
 from bubblespec.engine.weights import ProductOf
 
-Mixer = Callable[[torch.Tensor, CachePacking], torch.Tensor]
+Packing = CachePacking | SequencePacking
+Mixer = Callable[[torch.Tensor, Packing], torch.Tensor]
+
+
+CHUNK = 64  # tokens of whole sequences that are computed at once
 
 
 class GatedDelta:
@@ -36,25 +45,25 @@ class GatedDelta:
         self.product = product_of("qkv", tuple(getattr(m, name) for name in names))
         self.sizes = m.conv_dim, m.value_dim, m.num_v_heads, m.num_v_heads
         self.norm = norm_of(m.o_norm if hasattr(m, "o_norm") else m.norm)
-        self.ops = ops_for(m.conv1d.weight.device, m.conv1d.weight.dtype)
         self.out = product_of("out", (m.o_proj if hasattr(m, "o_proj") else m.out_proj,))
         self.rate = 2.0 if getattr(m, "allow_neg_eigval", False) else 1.0
 
-    def __call__(self, h: torch.Tensor, packing: CachePacking) -> torch.Tensor:
+    def __call__(self, h: torch.Tensor, packing: Packing) -> torch.Tensor:
         """Return [N, C] of normed states [N, C]."""
-        m, windows = self.module, packing.windows
+        m = self.module
         mixed, z, b, a = self._split(self.product(h))
-        weight = m.conv1d.weight.squeeze(1)
-        mixed = convolve(packing, m.layer_idx, mixed, weight, m.conv1d.bias, has_silu=True)
+        weight, bias = m.conv1d.weight[:, 0], m.conv1d.bias
+        mixed = convolution(packing, m.layer_idx, mixed, weight, bias, has_silu=True)
         qk, v = mixed.split((2 * m.key_dim, m.value_dim), -1)
-        rates = windows.padded(self.ops.rates(a, b, m.A_log, m.dt_bias, self.rate)).unbind(1)
         qk = qk.unflatten(1, (2, m.num_k_heads, m.head_k_dim))
         v = v.unflatten(1, (m.num_v_heads, m.head_v_dim))
+        # Kernels have no gradients.
+        ops = torch_ops if isinstance(packing, SequencePacking) else ops_for(h.device, h.dtype)
+        rates = ops.rates(a, b, m.A_log, m.dt_bias, self.rate)
         how = {"scale": m.head_k_dim**-0.5, "is_unit": True}
-        out = advance(packing, m.layer_idx, qk, v, *rates, **how)
-        out = windows.packed(out).to(h.dtype)
-        z = z.unflatten(1, out.shape[1:])
-        return self.out(self.ops.gated_norm(out, z, self.norm).flatten(1))
+        out = recurrence(packing, m.layer_idx, qk, v, rates, **how).to(h.dtype)
+        gate = z.unflatten(1, out.shape[1:])
+        return self.out(ops.gated_norm(out, gate, self.norm).flatten(1))
 
     def _split(self, product: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Return the inputs of the convolution, the gate, and those of beta and decay."""
@@ -77,9 +86,86 @@ class ShortConvolution:
         self.product = product_of("qkv", (module.in_proj,))
         self.out = product_of("out", (module.out_proj,))
 
-    def __call__(self, h: torch.Tensor, packing: CachePacking) -> torch.Tensor:
+    def __call__(self, h: torch.Tensor, packing: Packing) -> torch.Tensor:
         """Return [N, C] of normed states [N, C]."""
         before, behind, x = self.product(h).chunk(3, -1)
-        weight = self.conv.weight.squeeze(1)
-        out = convolve(packing, self.number, before * x, weight, self.conv.bias)
-        return self.out(behind * packing.windows.packed(out))
+        return self.out(
+            behind
+            * convolution(packing, self.number, before * x, self.conv.weight[:, 0], self.conv.bias)
+        )
+
+
+def convolution(
+    packing: Packing,
+    layer: int,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    has_silu: bool = False,
+) -> torch.Tensor:
+    """Return a layer's causal convolution of x [N, C], with a weight [C, k] and SiLU behind it."""
+    if isinstance(packing, SequencePacking):
+        out = torch_states.taps_of_sequences(x, packing.position, weight, bias)
+        return silu(out) if has_silu else out
+    return packing.windows.packed(convolve(packing, layer, x, weight, bias, has_silu))
+
+
+def recurrence(
+    packing: Packing,
+    layer: int,
+    qk: torch.Tensor,
+    v: torch.Tensor,
+    rates: torch.Tensor,
+    *,
+    scale: float = 1.0,
+    is_unit: bool = False,
+) -> torch.Tensor:
+    """Return a layer's outputs [N, H, V], see `torch_states.window`; qk [N, 2, G, K], v [N, H, V].
+
+    rates: [N, 1 or 2, H], log decays, and betas of a delta rule; scale, is_unit: see `split`."""
+    if not isinstance(packing, SequencePacking):
+        windows = packing.windows
+        qk, v, rates = (windows.padded(of) for of in (qk, v, rates))
+        how = {"scale": scale, "is_unit": is_unit}
+        return windows.packed(advance(packing, layer, qk, v, *rates.unbind(1), **how))
+    q, k = split(qk, v.shape[1], scale, is_unit)
+    v = v.to(q.dtype)
+    log_decay, beta = rates.unbind(1) if rates.shape[1] == 2 else (rates[:, 0], None)
+    if beta is not None and (kernel := delta_kernel(q.device)) is not None:
+        low = (of[None].to(torch.bfloat16) for of in (q, k, v))  # it takes no float32
+        borders = packing.varlen.offsets.long()
+        out = kernel(*low, log_decay[None], beta[None], scale=1.0, cu_seqlens=borders)[0]
+        return out[0].to(q.dtype)
+    return _whole(packing, q, k, v, log_decay, beta)
+
+
+@functools.cache
+def delta_kernel(device: torch.device) -> Callable | None:
+    """Return flash-linear-attention's gated delta rule, where it is installed, for a GPU."""
+    if device.type != "cuda" or importlib.util.find_spec("fla") is None:
+        return None
+    return importlib.import_module("fla.ops.gated_delta_rule").chunk_gated_delta_rule
+
+
+def _whole(packing: SequencePacking, q, k, v, log_decay, beta) -> torch.Tensor:
+    """Return the outputs of whole sequences, with gradients."""
+    groups, packed_order = packing.groups
+    found = []
+    for count, length, gather, keep in groups:
+        fed = [
+            of
+            if of is None
+            else of.index_select(0, gather).unflatten(0, (count, length)).transpose(1, 2)
+            for of in (q, k, v, log_decay, beta)
+        ]
+        state, outs = None, []
+        for begin in range(0, length, CHUNK):
+            part = slice(begin, min(begin + CHUNK, length))
+            own = [of if of is None else of[:, :, part] for of in fed]
+            out, d, sums = torch_states.window(state, *own)
+            outs.append(out)
+            if part.stop < length:
+                state = torch_states.behind(state, own[1], d, sums)
+        out = torch.cat(outs, 2).transpose(1, 2).flatten(0, 1)
+        found.append(out.index_select(0, keep))
+    return torch.cat(found).index_select(0, packed_order)

@@ -135,6 +135,8 @@ class StateCache:
         places = np.zeros(int(count.sum()), np.int64)
         for group in groups:
             slots = np.arange(group.start, group.stop)
+            slots = slots[count[slots] > 0]  # of the others it may not be known where they stand
+            are_all = len(slots) == group.stop - group.start
             is_fresh = start[slots] == 0
             kept = np.where(is_fresh, 0, start[slots] - self.base[slots])
             assert ((kept >= 0) & (kept <= self.waiting[slots])).all(), "a state is never ahead"
@@ -148,7 +150,7 @@ class StateCache:
                 row, at = ragged(left)
                 places[begin[row] + at] = size + row * width + at
                 size += len(slots) * width
-                rows = to_device(slots, device) if done else group
+                rows = group if are_all and not done else to_device(slots, device)
                 of_rows = to_device(kept, device), int(kept.max())
                 windows.append(Window(rows, fresh, *of_rows, to_device(tokens, device), width))
                 self.base[slots], self.waiting[slots] = start[slots] + done, left
@@ -288,12 +290,7 @@ def split(
 
     scale: of q; is_unit: whether each has length 1. Each of G heads is for H / G adjacent ones."""
     both = qk.to(promote_types(qk.dtype, torch.float32))
-    both = unit(both) if is_unit else both
+    both = ops.unit(both) if is_unit else both
     fold = num_heads // qk.shape[2]
     q, k = (both.repeat_interleave(fold, 2) if fold > 1 else both).unbind(1)
     return (q if scale == 1.0 else q * scale), k
-
-
-def unit(x: torch.Tensor) -> torch.Tensor:
-    """Return x [..., K] at length 1."""
-    return x * (x.square().sum(-1, keepdim=True) + 1e-6).rsqrt()

@@ -18,11 +18,11 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from bubblespec.engine.attention import KERNELS
-from bubblespec.engine.decoder import Attention, Decoder, Layer, one_by_one
+from bubblespec.engine.decoder import Attention, Decoder, Layer
 from bubblespec.engine.model import HAS_CHECKPOINTS, SequencePacking
 from bubblespec.engine.ops.triton_training import AddNorm, Gated, Rotated
 from bubblespec.engine.ops.view import Norm
-from bubblespec.engine.weights import Kind, Linears, Multiply, join, stack
+from bubblespec.engine.weights import Kind, Linears, Multiply, join, one_by_one, stack
 
 
 def hidden(
@@ -73,7 +73,7 @@ class TrainedDecoder(Decoder):
             query, key, value = Rotated.apply(qkv, heads, *rotation)
         else:
             query, key, value = qkv.split(heads, 1)
-        attended = attend(query, key, value, scaling=mixer.scaling, window=mixer.window)
+        attended = attend(query, key, value, mixer.options)
         x = mixer.out(attended.flatten(1))
         if layer.after_mixer is not None:
             x = _add_norm(None, x, layer.after_mixer)[1]

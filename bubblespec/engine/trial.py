@@ -25,6 +25,7 @@ from bubblespec.engine.batch import Plan, RowUpdates, SamplingParams
 from bubblespec.engine.kv_cache import PAGE, SPLIT, KVCache, LayerCache, pack_rows
 from bubblespec.engine.model import WITHOUT_ATTENTION, Heads, layer_heads, layer_kinds, of_layers
 from bubblespec.engine.ops import torch_ops
+from bubblespec.engine.ops.softmax import AttentionOptions
 from bubblespec.engine.ops.view import AttentionMetadata, Norm
 from bubblespec.engine.pages import Pages
 from bubblespec.engine.recurrent import StateShape, state_shapes
@@ -50,10 +51,11 @@ class Sizes(NamedTuple):
     hidden: int
     units: int  # of the MLP
     vocabulary: int
-    attention: tuple[tuple[Heads, int | None], ...]  # distinct heads and windows of layers
+    attention: tuple[tuple[Heads, AttentionOptions], ...]  # distinct ones of layers, without sinks
     activation: str
     has_teacher: bool = False
     states: tuple[StateShape, ...] = ()  # distinct ones of layers
+    has_sinks: bool = False
 
     def randn(self, *shape: int) -> torch.Tensor:
         """Return random numbers of the model's type, the same ones after the same seed."""
@@ -64,10 +66,18 @@ def sizes_of(model: PreTrainedModel, has_teacher: bool = False) -> Sizes:
     """Return what kernels are tried with."""
     config: Any = model.config.get_text_config(decoder=True)
     heads = layer_heads(model.config)
-    kinds = [kind for kind in layer_kinds(model.config) if kind not in WITHOUT_ATTENTION]
+    kinds = [of for of in layer_kinds(model.config) if of not in WITHOUT_ATTENTION]
     kinds = kinds or ["sliding_attention"] * len(heads)
-    window = getattr(config, "sliding_window", None)
-    windows = [window if kind == "sliding_attention" else None for kind in kinds]
+    cap = getattr(config, "attn_logit_softcapping", None)
+    options = [
+        AttentionOptions(
+            of.key_size**-0.5,
+            getattr(config, "sliding_window", None) if kind == "sliding_attention" else None,
+            cap,
+            chunk=config.attention_chunk_size if kind == "chunked_attention" else None,
+        )
+        for of, kind in zip(heads, kinds, strict=True)
+    ]
     units = [size for size in of_layers(model.config, "intermediate_size") if size]
     activation = "gelu_tanh" if "gelu" in str(getattr(config, "hidden_act", "")) else "silu"
     return Sizes(
@@ -76,10 +86,11 @@ def sizes_of(model: PreTrainedModel, has_teacher: bool = False) -> Sizes:
         hidden=config.hidden_size,
         units=units[0] if units else config.hidden_size,
         vocabulary=config.vocab_size,
-        attention=tuple(sorted(set(zip(heads, windows, strict=True)), key=str)),
+        attention=tuple(sorted(set(zip(heads, options, strict=True)), key=str)),
         activation=activation,
         has_teacher=has_teacher,
         states=tuple(sorted(set(state_shapes(model)))),
+        has_sinks=any(name.endswith(".sinks") for name, _ in model.named_parameters()),
     )
 
 
@@ -102,14 +113,15 @@ def _rows_in_pages(sizes: Sizes, heads: Heads) -> tuple[Any, LayerCache]:
 def attention(own: Any, sizes: Sizes) -> Found:
     """Attend with the splits of a row added up, and with one split."""
     found = []
-    for heads, window in sizes.attention:
+    for heads, options in sizes.attention:
+        if sizes.has_sinks:
+            options = options._replace(sinks=sizes.randn(heads.num_queries))
         packing, layer = _rows_in_pages(sizes, heads)
         query = sizes.randn(len(packing.place), heads.num_queries, heads.key_size)
-        scaling = heads.key_size**-0.5
-        found.append(own.attend(query, packing, layer, scaling, window))
+        found.append(own.attend(query, packing, layer, options))
         view = packing.view
         vars(packing)["view"] = view._replace(split=-(-view.max_keys // SPLIT) * SPLIT)
-        found.append(own.attend(query, packing, layer, scaling, window))
+        found.append(own.attend(query, packing, layer, options))
     return found
 
 

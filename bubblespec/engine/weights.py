@@ -46,6 +46,13 @@ def stack(model: torch.nn.Module, layers: Linears) -> Linear | None:
     return found
 
 
+def one_by_one(layers: Linears) -> Multiply:
+    """Return the product of layers that are computed one after another."""
+    if len(layers) == 1:
+        return layers[0]
+    return lambda x: torch.cat([layer(x) for layer in layers], dim=-1)
+
+
 def stacks_of(model: torch.nn.Module) -> Stacks:
     """Return the stacks that a model has, by their layers."""
     return vars(model).get(STACKS, Stacks())

@@ -29,7 +29,13 @@ from bubblespec.engine.arrays import packed, to_device
 from bubblespec.engine.attention import own_modules
 from bubblespec.engine.batch import SamplingParams
 from bubblespec.engine.engine import Engine, Proposer
-from bubblespec.engine.model import OutputHead, forward_hidden, output_head, pack_sequences
+from bubblespec.engine.model import (
+    OutputHead,
+    body_of,
+    forward_hidden,
+    output_head,
+    pack_sequences,
+)
 from bubblespec.engine.runner import ModelRunner
 from bubblespec.engine.sampling import add_gumbel, kept_tokens, restrict, stream_keys, widen
 from bubblespec.learn import losses
@@ -296,7 +302,7 @@ def _mean_of_modules(model, texts, params, max_logits) -> torch.Tensor:
 
 
 def _own_hidden(model: PreTrainedModel, tokens: torch.Tensor) -> torch.Tensor:
-    return model.base_model(input_ids=tokens[None], use_cache=False).last_hidden_state[0]
+    return body_of(model)(input_ids=tokens[None], use_cache=False).last_hidden_state[0]
 
 
 def _unit(dtype: torch.dtype) -> float:

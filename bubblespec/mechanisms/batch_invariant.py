@@ -30,6 +30,7 @@ from bubblespec.engine.forward import ModelForward
 from bubblespec.engine.graphs import GraphPool, graph_sizes
 from bubblespec.engine.kv_cache import PAGE, SPLIT, CachePacking, KVCache, LayerCache, pack_rows
 from bubblespec.engine.ops import SAMPLE, has_kernels, torch_ops
+from bubblespec.engine.ops.softmax import AttentionOptions
 from bubblespec.engine.pages import Pages
 from bubblespec.engine.runner import ModelRunner
 from bubblespec.engine.sampling import best_and_sum, widen
@@ -132,8 +133,7 @@ def attend_alone(
     query: torch.Tensor,
     packing: CachePacking,
     cache: LayerCache,
-    scaling: float,
-    window: int | None = None,
+    options: AttentionOptions,
 ) -> torch.Tensor:
     """Compute the attention of query [N, H, D] over keys up to the next multiple of WIDTH."""
     slots, positions = packing.index
@@ -147,13 +147,13 @@ def attend_alone(
             own, slot = (to_device(array, query.device) for array in (index, slots[index]))
             position = to_device(positions[index], query.device)[:, None]
             distance = position - torch.arange(length, device=query.device)
-            is_seen = (distance >= 0) & (distance < (window or length))
+            is_seen = (distance >= 0) & (distance < (options.window or length))
             mask = torch.zeros_like(distance, dtype=query.dtype)
             mask = mask.masked_fill_(~is_seen, float("-inf"))[:, None, None]
             q = query[own].unflatten(1, (heads, -1))
             k, v = (t[:, :length][slot].transpose(1, 2) for t in (cached_key, cached_value))
             mask = mask.expand(-1, 1, q.shape[2], -1)
-            found = scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scaling)
+            found = scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=options.scaling)
             out[own] = found.flatten(1, 2)
     return out
 

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from bubblespec.distributed.ranks import Ranks
 from bubblespec.engine.model import layer_heads, of_layers
+from bubblespec.engine.recurrent import state_numbers
 from bubblespec.learn.learner import Learner
 from bubblespec.records import (
     RolloutRecord,
@@ -205,8 +206,9 @@ def forward_flops(model: PreTrainedModel) -> Callable[[np.ndarray], float] | Non
     """Return the FLOPs of a forward of sequences as a function of their lengths, int [S].
 
     They are 2 per parameter and token, and causal attention, as in PaLM's appendix B (arXiv
-    2204.02311). Input embeddings do not count, and experts by the share that is routed to. None if
-    the model's configuration lacks the experts per token."""
+    2204.02311), and 6 per token and number of a state, which is read twice and changed. Input
+    embeddings do not count, and experts by the share that is routed to. None if the model's
+    configuration lacks the experts per token."""
     num_experts, num_routed = (
         {n for name in names for n in of_layers(model.config, name) if isinstance(n, int) and n}
         for names in (NUM_EXPERTS, NUM_ROUTED)
@@ -223,10 +225,11 @@ def forward_flops(model: PreTrainedModel) -> Callable[[np.ndarray], float] | Non
     num_parameters -= sum(weight.numel() for weight in tables - {head.weight})
     # Query heads of all layers, times the mean of the widths of keys and values.
     width = sum(n * (key + value) / 2 for n, _, key, value in layer_heads(model.config))
+    per_token = 2 * num_parameters + 6 * state_numbers(model)
 
     def flops(lengths: np.ndarray) -> float:
         tokens = lengths.astype(np.float64)
-        return float(2 * num_parameters * tokens.sum() + 2 * width * tokens @ tokens)
+        return float(per_token * tokens.sum() + 2 * width * tokens @ tokens)
 
     return flops
 

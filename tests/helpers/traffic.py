@@ -133,7 +133,7 @@ def count(num_layers: int, has_kernels: bool) -> Traffic:
     batch = pack_responses([(1,) * PROMPT] * len(LENGTHS), tokens, logprobs, META)
     traffic, weight = Traffic(), np.ones(len(LENGTHS))
 
-    def attend(packing, query, key, value, *, scaling, window):
+    def attend(packing, query, key, value, options):
         return _Empty.apply(traffic, "attention", query.shape, query, key, value)
 
     def normed(x, shape, weight, eps):

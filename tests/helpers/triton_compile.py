@@ -17,6 +17,7 @@ from typing import NamedTuple
 import torch
 
 from bubblespec.engine.kv_cache import LayerCache
+from bubblespec.engine.ops.softmax import AttentionOptions
 from bubblespec.engine.ops.view import AttentionMetadata, Norm
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -58,7 +59,10 @@ def make_view(max_q: int, max_keys: int) -> AttentionMetadata:
     return AttentionMetadata(place, *whole, table, max_q=max_q, max_keys=max_keys, split=512)
 
 
-def attend(ops, tokens: int, group: int, sizes, window: int | None = None, keys: int = 4096):
+def attend(
+    ops, tokens: int, group: int, sizes, window: int | None = None, keys: int = 4096,
+    cap: float | None = None, has_sinks: bool = False, chunk: int | None = None,
+):  # fmt: skip
     """tokens: of a sequence; group: query heads of a key/value head; sizes: of keys and values."""
     page = zeros(3, 2 * 256 * sum(sizes))  # of two heads
     parts = page.split([2 * 256 * size for size in sizes], dim=1)
@@ -67,7 +71,9 @@ def attend(ops, tokens: int, group: int, sizes, window: int | None = None, keys:
     )
     packing = SimpleNamespace(view=make_view(tokens, keys))
     query = zeros(8, 2 * group, sizes[0])
-    ops.attend(query, packing, LayerCache(*cache, None), 1.0, window)
+    sinks = zeros(2 * group) if has_sinks else None
+    options = AttentionOptions(1.0, window, cap, sinks, chunk)
+    ops.attend(query, packing, LayerCache(*cache, None), options)
 
 
 def rope_store(ops, heads: int, size: int, rotary: int, has_norms: bool = False):

@@ -11,9 +11,9 @@ from collections.abc import Callable
 
 import torch
 from torch.nn import functional
-from torch.nn.functional import scaled_dot_product_attention
 
 from bubblespec.engine.kv_cache import CachePacking, LayerCache
+from bubblespec.engine.ops.softmax import AttentionOptions, attend_heads
 from bubblespec.engine.ops.view import Norm
 from bubblespec.engine.sampling import best_and_sum as best_and_sum
 
@@ -106,12 +106,11 @@ def attend(
     query: torch.Tensor,
     packing: CachePacking,
     cache: LayerCache,
-    scaling: float,
-    window: int | None = None,
+    options: AttentionOptions,
 ) -> torch.Tensor:
     """Return the attention [N, H, D] of queries [N, H, D] over the cache, their own keys included.
 
-    By SDPA; query heads are folded into the query axis, so no key is copied."""
+    Query heads are folded into the query axis, so no key is copied."""
     num_heads, kv_heads = query.shape[1], cache.keys.shape[2]
     queries_per_kv, padding, attended = num_heads // kv_heads, packing.padding, []
     if padding is not None:
@@ -129,8 +128,8 @@ def attend(
             packing.cache.read(t, slots, group.length).transpose(1, 2)
             for t in (cache.keys, cache.values)
         )
-        mask = packing.mask(group, queries_per_kv, window, query.dtype)
-        out = scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scaling)
+        mask = packing.mask(group, queries_per_kv, options, query.dtype)
+        out = attend_heads(q, k, v, mask, options)
         out = out.reshape(rows, kv_heads, queries_per_kv, queries, -1).permute(0, 3, 1, 2, 4)
         attended.append(out.reshape(rows * queries, num_heads, -1))
     out = attended[0] if len(attended) == 1 else torch.cat(attended)

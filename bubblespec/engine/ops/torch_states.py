@@ -19,6 +19,11 @@ from torch import promote_types
 from torch.nn.functional import pad
 
 
+def unit(x: torch.Tensor) -> torch.Tensor:
+    """Return x [..., K] at length 1."""
+    return x * (x.square().sum(-1, keepdim=True) + 1e-6).rsqrt()
+
+
 def window(
     state: torch.Tensor | None,
     q: torch.Tensor,

@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 
 from bubblespec.engine.kv_cache import LayerCache
+from bubblespec.engine.ops.softmax import AttentionOptions
 from bubblespec.engine.ops.triton_sampling import FUSED
 from bubblespec.engine.ops.triton_sampling import best_and_sum as best_and_sum
 from bubblespec.engine.ops.triton_sampling import draw as draw
@@ -273,12 +274,11 @@ def attend(
     query: torch.Tensor,
     packing: Packing,
     cache: LayerCache,
-    scaling: float,
-    window: int | None = None,
+    options: AttentionOptions,
 ) -> torch.Tensor:
     """Return the attention [N, H, E] of queries [N, H, D] over the cache, in pages of 16 n keys.
 
-    A query at position p sees positions k <= p, and with a window those with k > p - window."""
+    A query at position p sees positions k <= p, from `AttentionOptions.first_key` on."""
     keys, values, view = cache.keys, cache.values, packing.view
     num_tokens, num_heads, size = query.shape
     _, page_size, num_kv, value_size = values.shape
@@ -299,28 +299,31 @@ def attend(
     parts = (num_tokens * num_heads * splits, value_size) if splits > 1 else (1, 1)
     part = torch.empty(parts, dtype=torch.float32, device=query.device)
     weights = torch.empty((2, parts[0]), dtype=torch.float32, device=query.device)
-    shape = {"E": value_size, "BLOCK_E": widths[1], "WINDOW": window or 0}
+    sinks = out if options.sinks is None else options.sinks
+    shape = {"E": value_size, "BLOCK_E": widths[1], "WINDOW": options.window or 0}
+    shape |= {"CHUNK": options.chunk or 0, "HAS_SINKS": options.sinks is not None}
     _attend[(len(view.slot) * tiles, num_kv, splits)](
-        query, keys, values, out, part, weights, view.table, view.first, view.slot, view.position,
-        scaling, *query.stride()[:2], keys.stride(0), view.table.stride(0), view.split, splits,
-        parts[0], tiles, H=num_heads, G=group, D=size, PAGE=page_size, IS_WHOLE=splits == 1,
-        BLOCK_M=rows, BLOCK_N=block, BLOCK_D=widths[0], num_warps=num_warps,
-        num_stages=num_stages, **shape, **FUSED,
+        query, keys, values, out, part, weights, sinks, view.table, view.first, view.slot,
+        view.position, options.scaling, *query.stride()[:2], keys.stride(0), view.table.stride(0),
+        view.split, splits, parts[0], tiles, CAP=options.cap or 0.0, H=num_heads, G=group, D=size,
+        PAGE=page_size, IS_WHOLE=splits == 1, BLOCK_M=rows, BLOCK_N=block, BLOCK_D=widths[0],
+        num_warps=num_warps, num_stages=num_stages, **shape, **FUSED,
     )  # fmt: skip
     if splits > 1:
         _merge[(num_tokens, num_heads)](
-            out, part, weights, view.position, view.split, splits, parts[0], **shape, H=num_heads,
-            BLOCK_S=MERGED, num_warps=1, **FUSED,
+            out, part, weights, sinks, view.position, view.split, splits, parts[0], **shape,
+            H=num_heads, BLOCK_S=MERGED, num_warps=1, **FUSED,
         )  # fmt: skip
     return out
 
 
 @triton.jit
 def _attend(
-    query_ptr, keys_ptr, values_ptr, out_ptr, part_ptr, weights_ptr, table_ptr, first_ptr,
-    slot_ptr, position_ptr, scaling, query_stride, head_stride, page_stride, table_stride,
-    split, splits, num_parts, tiles, H: tl.constexpr, G: tl.constexpr, D: tl.constexpr,
-    E: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr, IS_WHOLE: tl.constexpr,
+    query_ptr, keys_ptr, values_ptr, out_ptr, part_ptr, weights_ptr, sinks_ptr, table_ptr,
+    first_ptr, slot_ptr, position_ptr, scaling, query_stride, head_stride, page_stride,
+    table_stride, split, splits, num_parts, tiles, CAP: tl.constexpr, H: tl.constexpr,
+    G: tl.constexpr, D: tl.constexpr, E: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr,
+    CHUNK: tl.constexpr, HAS_SINKS: tl.constexpr, IS_WHOLE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
     """Sum one split of the keys of one key/value head, for a tile of a sequence's rows.
@@ -339,9 +342,9 @@ def _attend(
     begin = index * split
     # Keys behind the tile's last token may be anything, also NaN, see below.
     end = tl.minimum(begin + split, tl.max(position, 0) + 1)
-    if WINDOW > 0:
+    if WINDOW + CHUNK > 0:
         earliest = tl.load(position_ptr + first + tile * BLOCK_M // G).to(tl.int32)
-        begin = tl.maximum(begin, (earliest + 1 - WINDOW) // BLOCK_N * BLOCK_N)
+        begin = tl.maximum(begin, _first_key(earliest, WINDOW, CHUNK) // BLOCK_N * BLOCK_N)
     if begin >= end:
         return
     d, e = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_E)
@@ -371,10 +374,14 @@ def _attend(
         if BLOCK_E > E:
             is_value &= (e < E)[None, :]
         block = tl.load(keys_ptr + place + offset * D + d[None, :], mask=is_key, other=0.0)
-        score = tl.dot(query, tl.trans(block)) * (scaling * LOG2_E)
+        score = tl.dot(query, tl.trans(block))
+        if CAP > 0:
+            score = _tanh(score * (scaling / CAP)) * (CAP * LOG2_E)
+        else:
+            score *= scaling * LOG2_E
         sees = key[None, :] <= position[:, None]
-        if WINDOW > 0:
-            sees &= key[None, :] > position[:, None] - WINDOW
+        if WINDOW + CHUNK > 0:
+            sees &= key[None, :] >= _first_key(position, WINDOW, CHUNK)[:, None]
         score = tl.where(sees, score, float("-inf"))
         new_top = tl.maximum(top, tl.max(score, 1))
         base = tl.where(new_top == float("-inf"), 0.0, new_top)
@@ -386,6 +393,9 @@ def _attend(
         top = new_top
     is_real = is_token[:, None] & (e < E)[None, :]
     if IS_WHOLE:
+        if HAS_SINKS:
+            sink = tl.load(sinks_ptr + head, mask=is_token, other=0.0).to(tl.float32)
+            total += tl.exp2(sink * LOG2_E - top)
         target = (token.to(tl.int64) * H + head) * E
         summed = (summed / total[:, None]).to(out_ptr.dtype.element_ty)
         tl.store(out_ptr + target[:, None] + e[None, :], summed, mask=is_real)
@@ -397,16 +407,34 @@ def _attend(
 
 
 @triton.jit
+def _first_key(position, WINDOW: tl.constexpr, CHUNK: tl.constexpr):
+    """Return the first position that a query sees, where there is a window or a chunk."""
+    first = position * 0
+    if WINDOW > 0:
+        first = tl.maximum(position + 1 - WINDOW, 0)
+    if CHUNK > 0:
+        first = tl.maximum(first, position // CHUNK * CHUNK)
+    return first
+
+
+@triton.jit
+def _tanh(x):
+    """Compute the hyperbolic tangent, to the rounding of 1."""
+    return 1.0 - 2.0 / (1.0 + tl.exp(2.0 * x))
+
+
+@triton.jit
 def _merge(
-    out_ptr, part_ptr, weights_ptr, position_ptr, split, splits, num_parts, H: tl.constexpr,
-    E: tl.constexpr, WINDOW: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_E: tl.constexpr,
+    out_ptr, part_ptr, weights_ptr, sinks_ptr, position_ptr, split, splits, num_parts,
+    H: tl.constexpr, E: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr,
+    HAS_SINKS: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
     """Add the splits that one token sees, for one query head."""
     row = tl.program_id(0).to(tl.int64) * H + tl.program_id(1)
     position = tl.load(position_ptr + tl.program_id(0)).to(tl.int32)
     low, high = 0, position // split + 1
-    if WINDOW > 0:
-        low = tl.maximum(position + 1 - WINDOW, 0) // split
+    if WINDOW + CHUNK > 0:
+        low = _first_key(position, WINDOW, CHUNK) // split
     e = tl.arange(0, BLOCK_E)
     top = float("-inf")
     total = 0.0
@@ -424,6 +452,8 @@ def _merge(
         total = total * fade + tl.sum(totals * factor, 0)
         summed = summed * fade + tl.sum(parts * factor[:, None], 0)
         top = new_top
+    if HAS_SINKS:
+        total += tl.exp2(tl.load(sinks_ptr + tl.program_id(1)).to(tl.float32) * LOG2_E - top)
     summed = (summed / total).to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + row * E + e, summed, mask=e < E)
 

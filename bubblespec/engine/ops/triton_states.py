@@ -30,7 +30,7 @@ BLOCK = 512  # tokens and sequences that a row looks at together
 CHANNELS = 128  # of a program
 TOKENS = 16  # most that a program of a convolution computes together
 NUMBERS = 2048  # of S in a program, which is one warp
-EPS = tl.constexpr(1e-6)  # of keys and queries at length 1, see `states.unit`
+EPS = tl.constexpr(1e-6)  # of keys and queries at length 1, see `torch_states.unit`
 
 
 class Waiting(NamedTuple):

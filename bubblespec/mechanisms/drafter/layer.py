@@ -24,7 +24,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from bubblespec.config import Config
 from bubblespec.engine import attention
 from bubblespec.engine.arrays import to_device
-from bubblespec.engine.model import of_layers, output_head
+from bubblespec.engine.model import body_of, of_layers, output_head
 from bubblespec.errors import InputError, log, one_line
 
 PLACEHOLDER_VOCABULARY = 8  # of the layer's own embedding, which is not used
@@ -101,7 +101,7 @@ def _one_layer(policy: PreTrainedModel) -> PreTrainedModel:
     number = last_full_layer(policy.config)
     try:
         config = _one_layer_config(policy.config, number)
-        body = type(policy)._from_config(config, dtype=policy.dtype).get_decoder()
+        body = body_of(type(policy)._from_config(config, dtype=policy.dtype))
         body.set_attn_implementation(attention.NAME)
     except Exception as error:  # the model's own code runs here
         reason = " ".join(str(error).split())[:200]
@@ -109,9 +109,9 @@ def _one_layer(policy: PreTrainedModel) -> PreTrainedModel:
         raise ValueError(message) from error
     source, target = (
         [name for name, m in model.named_modules() if isinstance(m, GradientCheckpointingLayer)]
-        for model in (policy.get_decoder(), body)
+        for model in (body_of(policy), body)
     )
-    known, state = policy.get_decoder().state_dict(), {}
+    known, state = body_of(policy).state_dict(), {}
     for name, tensor in body.state_dict().items():
         name_there = name
         if target and name.startswith(f"{target[0]}."):
@@ -146,10 +146,11 @@ def _one_layer_config(config: PreTrainedConfig, number: int) -> PreTrainedConfig
             setattr(decoder, key, type(value)([value[number]]))
     decoder.num_hidden_layers = 1
     decoder.vocab_size = PLACEHOLDER_VOCABULARY
+    decoder.attn_temperature_tuning = False  # by the place in a packed input
     # Full attention: training (`UnrolledPacking`) knows no window.
     if getattr(decoder, "layer_types", None) is None:
         decoder.sliding_window = None
-    elif decoder.layer_types == ["sliding_attention"]:
+    elif decoder.layer_types[0] in ("sliding_attention", "chunked_attention"):
         decoder.layer_types = ["full_attention"]
     for key in ("pad_token_id", "bos_token_id", "eos_token_id"):
         setattr(decoder, key, None)

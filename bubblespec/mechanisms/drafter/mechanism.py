@@ -29,7 +29,7 @@ from bubblespec.engine.batch import Batch, SamplingParams
 from bubblespec.engine.engine import Engine
 from bubblespec.engine.forward import ModelForward
 from bubblespec.engine.kv_cache import KVCache
-from bubblespec.engine.model import layer_heads
+from bubblespec.engine.model import attention_layers, layer_heads
 from bubblespec.engine.runner import ModelRunner
 from bubblespec.engine.sampling import widen
 from bubblespec.errors import InputError, log
@@ -369,7 +369,8 @@ def add_needs(needs: Needs, run: Run) -> Needs:
     # weights, gradients, moments and, for bfloat16, float32 masters
     drafter = parameters * (2 * size + 16 if model.dtype == torch.bfloat16 else 4 * size)
     slot, numbers = needs.slot, [n * (key + value) for _, n, key, value in layer_heads(shape)]
-    own = slot * numbers[last_full_layer(shape)] // sum(numbers)
+    copied = attention_layers(shape).index(last_full_layer(shape))
+    own = slot * numbers[copied] // sum(numbers)
     if has_pages(config):  # the drafter's own keys and values are in slots
         drafter += min(max_slots(config, run.ranks.world_size), MAX_ROWS) * own
     else:

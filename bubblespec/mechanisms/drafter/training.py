@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from torch.nn.functional import pad, scaled_dot_product_attention
+from torch.nn.functional import pad
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
@@ -31,6 +31,7 @@ from transformers import PreTrainedModel
 from bubblespec.distributed.ranks import Ranks
 from bubblespec.engine.arrays import to_device
 from bubblespec.engine.model import forward_hidden, pack_sequences
+from bubblespec.engine.ops.softmax import AttentionOptions, attend_heads
 from bubblespec.errors import log
 from bubblespec.learn.microbatch import Microbatch
 from bubblespec.mechanisms.drafter.layer import Drafter
@@ -96,7 +97,7 @@ class UnrolledPacking:
         self._keys: list[torch.Tensor] = []  # [S, heads, T, D] of each pass, and their values
         self._values: list[torch.Tensor] = []
 
-    def attend(self, layer: int, query, key, value, *, scaling, window) -> torch.Tensor:
+    def attend(self, layer: int, query, key, value, options: AttentionOptions) -> torch.Tensor:
         """Return [N, heads, D] of query [N, heads, D] and key and value [N, key/value heads, D]."""
         queries_per_kv = query.shape[1] // key.shape[1]
         query, key, value = (
@@ -110,7 +111,7 @@ class UnrolledPacking:
         distance = position[:, None] - position
         later = [distance == passes - number for number in range(2, passes + 1)]
         mask = torch.cat([distance >= passes - 1, *later], dim=1)
-        out = scaled_dot_product_attention(query, keys, values, attn_mask=mask, scale=scaling)
+        out = attend_heads(query, keys, values, mask, options)
         return out.transpose(1, 2).flatten(0, 1)
 
 

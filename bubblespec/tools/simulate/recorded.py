@@ -181,9 +181,12 @@ def load_cost(name: str, num_ranks: int = 1) -> ForwardCost | GPUCost:
 
 
 def load_copy_cost(name: str) -> GPUCost | None:
-    """Return the cost of forwards of the quantised copy; None for a recorded run."""
+    """Return the cost of forwards of the quantised copy; None where there is none.
+
+    Recorded runs have no figures of it, and models with states have no copy."""
     gpu, _, model = name.partition(":")
-    return copy_roofline(gpu, model) if gpu in GPUS and model in MODELS else None
+    has_copy = gpu in GPUS and model in MODELS and MODELS[model].states is None
+    return copy_roofline(gpu, model) if has_copy else None
 
 
 def _fit_recorded(folder: str, num_ranks: int) -> ForwardCost:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from bubblespec.mechanisms.quantized.copy import GROUP, LARGE
-from bubblespec.mechanisms.tp_tail.shards import shard_heads
+from bubblespec.mechanisms.tp_tail.shards import TPUnsupported, shard_heads
 from bubblespec.types import Load
 
 # A block of attention computes this many queries, whether they are real or not, against so many
@@ -32,8 +32,22 @@ class GPU(NamedTuple):
     has the A100's instructions, so it is given the same share."""
 
 
+class States(NamedTuple):
+    """Shape of a model's gated delta layers."""
+
+    layers: int
+    heads: int  # of values
+    key_heads: int
+    size: int  # numbers of a key or value
+
+    @property
+    def row_bytes(self) -> float:
+        """Bytes of a row's states that a forward reads and writes, in float32."""
+        return 2 * 4 * self.layers * self.heads * self.size**2
+
+
 class Model(NamedTuple):
-    """Shape of a Llama or Qwen2."""
+    """Shape of a Llama or Qwen2, or with `states` of a Qwen3.5, whose attention has gates."""
 
     layers: int
     hidden: int
@@ -42,16 +56,25 @@ class Model(NamedTuple):
     kv_heads: int
     dimension: int  # numbers of a head
     vocabulary: int
+    states: States | None = None
+
+    @property
+    def attention_layers(self) -> int:
+        return self.layers - (self.states.layers if self.states else 0)
 
     @property
     def layer_weights(self) -> float:
-        projections = 2 * self.heads + 2 * self.kv_heads
-        return self.hidden * (projections * self.dimension + 3 * self.intermediate)
+        """Weights of the products of all layers."""
+        projections = (3 if self.states else 2) * self.heads + 2 * self.kv_heads
+        outputs = self.attention_layers * projections * self.dimension
+        if of := self.states:
+            outputs += of.layers * ((2 * of.key_heads + 3 * of.heads) * of.size + 2 * of.heads)
+        return self.hidden * (outputs + 3 * self.layers * self.intermediate)
 
     @property
     def parameters(self) -> float:
         """Weights of all products, the head's included."""
-        return self.layers * self.layer_weights + self.hidden * self.vocabulary
+        return self.layer_weights + self.hidden * self.vocabulary
 
 
 class Fit(NamedTuple):
@@ -89,6 +112,9 @@ MODELS = {
     "0.5b": Model(24, 896, 4864, 14, 2, 64, 151936),
     "llama-3.1-8b": Model(32, 4096, 14336, 32, 8, 128, 128256),
     "llama-2-7b": Model(32, 4096, 11008, 32, 32, 128, 32000),
+    "qwen3.5-0.8b": Model(24, 1024, 3584, 8, 2, 256, 248320, States(18, 16, 16, 128)),
+    "qwen3.5-2b": Model(24, 2048, 6144, 8, 2, 256, 248320, States(18, 16, 16, 128)),
+    "qwen3.5-9b": Model(32, 4096, 12288, 16, 4, 256, 248320, States(24, 32, 16, 128)),
 }
 # This engine by the prototype of its kernels (docs/results/data/h200_prototype.csv): 10 launches of
 # 3.2 us a layer and 12 around the layers, and seconds in which a token is sampled from 152k logits.
@@ -168,6 +194,7 @@ class GPUCost:
     sample_s: float
     host_s: float  # of the host, in which the GPU computes the forward before if no row verifies
     verify_s: tuple[float, float]  # more of the host if any row verifies, and for each that does
+    row_s: float  # seconds in which a row's states are read and written
     source: str  # where the figures are from
 
     def seconds(self, load: Load) -> float:
@@ -175,6 +202,7 @@ class GPUCost:
         rows, tokens, wide_rows, positions, _, draft_tokens = load
         sampled = rows + draft_tokens
         total_s = self.constant_s + self.token_s * tokens + self.sample_s * sampled
+        total_s += self.row_s * rows
         total_s += self.layers.seconds(tokens) + self.attention.seconds(rows, tokens, positions)
         total_s += self.head.seconds(sampled)
         if not wide_rows:
@@ -192,7 +220,9 @@ def roofline(
     MODELS, or a shape; bits: of a weight, 8 or 4 for a quantised copy, with a grid for each GROUP
     inputs. Raises TPUnsupported for a model that so many ranks cannot share."""
     card, shape = GPUS[gpu], MODELS[model] if isinstance(model, str) else model
-    layers, hidden, _, heads, kv_heads, dimension, vocabulary = shape
+    layers, hidden, _, heads, kv_heads, dimension, vocabulary, states = shape
+    if states is not None and num_ranks > 1:
+        raise TPUnsupported("layers with a state")
     title = "a model"
     if isinstance(model, str):
         title = f"Qwen2.5-{model.upper()}" if model[0].isdigit() else model.title()
@@ -211,7 +241,8 @@ def roofline(
         return Products(read_s, 2 * weights / num_ranks / (peak_share * card.peak), fit.knee)
 
     block_s = fit.block_s * card.block_time * dimension / 128
-    position_s = 2 * 2 * layers * own_kv_heads * dimension / (fit.keys_share * card.memory)
+    with_keys = shape.attention_layers
+    position_s = 2 * 2 * with_keys * own_kv_heads * dimension / (fit.keys_share * card.memory)
     constant_s = (layers + AROUND) * fit.layer_s
     summed_s, where = 0.0, f"one {gpu.upper()}"
     if num_ranks > 1:
@@ -222,16 +253,17 @@ def roofline(
         summed_s = 2 * layers * sent / (card.link * fit.memory_share)
         where = f"{num_ranks} {gpu.upper()}s together"
     return GPUCost(
-        layers=products(layers * shape.layer_weights),
+        layers=products(shape.layer_weights),
         head=products(hidden * vocabulary),
         attention=Attention(
-            layers, own_heads, own_kv_heads, card.num_processors, block_s, position_s, fit.knee
+            with_keys, own_heads, own_kv_heads, card.num_processors, block_s, position_s, fit.knee
         ),
         constant_s=constant_s,
         token_s=summed_s,
         sample_s=SAMPLE_S,
         host_s=HOST_S,
         verify_s=(VERIFY_S, VERIFY_ROW_S),
+        row_s=states.row_bytes / (fit.keys_share * card.memory) if states else 0.0,
         source=f"roofline, not measured: {title}, bfloat16, on {where}",
     )
 
