@@ -40,17 +40,24 @@ if os.environ.get("COMPILE_ALL"):
         for group in GROUPS
         for tile in TILES
     ]
-OTHERS = [("add_norm", 3584), ("rope_store", 28, 128, 128), ("rope_store", 32, 96, 72, True)]
+OTHERS = [
+    ("add_norm", 3584),
+    ("add_norm", 1024, True),
+    ("rope_store", 28, 128, 128),
+    ("rope_store", 32, 96, 72, True),
+]
 OTHERS += [("gated", "gelu"), ("sample", 151936), ("add_to", 4864 * 896)]
 OTHERS += [("round_into", 4864 * 896), ("add_norm_backward", 3584), ("rotate", 128, 128)]
 OTHERS += [("rotate", 96, 64), ("gated_backward", "gelu_tanh"), ("head", 151936)]
 OTHERS += [("head", 151936, 0.3), ("rows", 2)]
+STATES = [("states", 16, 128, 1), ("states", 16, 128, 4), ("states", 8, 64, 16, False)]
 
 
 @pytest.fixture(scope="module")
 def kernels(tmp_path_factory):
     cases = [attention(*case) for case in ATTENTION]
     cases += [(capability, *case) for capability in (80, 100) for case in OTHERS]
+    cases += [(capability, *case) for capability in (80, 90) for case in STATES]
     reports = report(cases, tmp_path_factory.mktemp("triton"))
     return dict(zip(cases, reports, strict=True))
 
@@ -60,7 +67,8 @@ def test_kernels_spill_next_to_nothing(kernels):
     assert names == {
         "_add_norm", "_rope_store", "_attend", "_merge", "_gated", "_sample_blocks", "_sample_rows",
         "_moved", "_add_norm_backward", "_rotate", "_gated_backward", "_head_values",
-        "_head_gradient", "_stand", "_fill", "_sampled", "_accept",
+        "_head_gradient", "_stand", "_fill", "_sampled", "_accept", "_plan", "_convolve",
+        "_advance", "_gated_norm", "_rates",
     }  # fmt: skip
     for case, compiled in kernels.items():
         for kernel in compiled:
@@ -96,4 +104,5 @@ def test_attention_loads_keys_ahead_of_their_products(kernels):
 
 def test_kernels_load_vectors(kernels):
     for case, compiled in kernels.items():
-        assert compiled[0].widest == 128 or case[1] == "rows", case
+        kernel = next((of for of in compiled if of.name == "_advance"), compiled[0])
+        assert kernel.widest == 128 or case[1] == "rows", case

@@ -235,8 +235,8 @@ def test_tiles_fit_the_shared_memory_of_any_card(limit):
         assert keys == triton_ops.tiling(*widths, 16, 1 << 20)[0], "of which a token's bits depend"
 
 
-def norm_of(weight: torch.Tensor, eps: float = 1e-3) -> Norm:
-    return Norm(weight, eps, torch.tensor(eps))
+def norm_of(weight: torch.Tensor, eps: float = 1e-3, has_offset: bool = False) -> Norm:
+    return Norm(weight, eps, torch.tensor(eps), has_offset)
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
@@ -248,10 +248,15 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
 
 
 @pytest.mark.parametrize(
-    "heads, kv_heads, size, rotary, has_norms",
-    [(4, 2, 16, 16, False), (3, 1, 24, 12, True), (14, 2, 64, 64, True), (2, 2, 80, 0, False)],
+    "heads, kv_heads, size, rotary, has_norms, has_offset",
+    [
+        (4, 2, 16, 16, False, False),
+        (3, 1, 24, 12, True, True),
+        (14, 2, 64, 64, True, False),
+        (2, 2, 80, 0, False, False),
+    ],
 )
-def test_rope_store_rotates_and_stores(heads, kv_heads, size, rotary, has_norms):
+def test_rope_store_rotates_and_stores(heads, kv_heads, size, rotary, has_norms, has_offset):
     view = make_view([(0, 2, 40), (1, 1, 3)], 16, 16)
     keys, values = make_cache(view, 16, kv_heads, size)
     place = view.place.long()
@@ -261,7 +266,9 @@ def test_rope_store_rotates_and_stores(heads, kv_heads, size, rotary, has_norms)
     wide = randn(3, (heads + 2 * kv_heads) * size + 5)
     qkv = wide[:, :-5]
     cos, sin = (randn(50, rotary // 2, dtype=torch.float32) for _ in range(2))
-    norms = (norm_of(randn(size)), norm_of(randn(size))) if has_norms else None
+    norms = None
+    if has_norms:
+        norms = tuple(norm_of(randn(size), has_offset=has_offset) for _ in "qk")
     packing, cache = SimpleNamespace(view=view), LayerCache(keys, values, None)
     tables = triton_ops.rotation((cos, sin), packing) if rotary else None
     query = triton_ops.rope_store(
@@ -274,7 +281,7 @@ def test_rope_store_rotates_and_stores(heads, kv_heads, size, rotary, has_norms)
     for number, part in enumerate(parts[:2]):
         if norms is not None:
             part = part / (part.square().mean(-1, keepdim=True) + 1e-3).sqrt()
-            part = part * norms[number].weight.double()
+            part = part * (norms[number].weight.double() + has_offset)
         wanted.append(rotate(part, cos, sin))
     assert_near(query, wanted[0])
     assert_near(keys[page, offset], wanted[1])
@@ -299,6 +306,30 @@ def test_add_norm_rounds_where_transformers_rounds(has_x):
     assert_near(out, wanted, torch.finfo(dtype).eps)
     # Rounded once, a third would differ.
     assert (out == wanted).float().mean() > 0.95
+
+
+def test_norm_with_offset_is_rounded_once():
+    dtype = torch.float16 if DEVICE == "cpu" else DTYPE
+    x, norm = randn(9, 300, dtype=dtype), norm_of(randn(300, dtype=dtype), 1e-2, has_offset=True)
+    size = (x.double().square().mean(-1, keepdim=True) + 1e-2).sqrt()
+    wanted = (x.double() / size * (1 + norm.weight.double())).to(dtype)
+    found = triton_ops.add_norm(None, x.clone(), norm)
+    assert (found == wanted).double().mean() > 0.999
+    assert torch.equal(found, triton_ops.add_norm(torch.zeros_like(x), x, norm))
+
+
+@pytest.mark.parametrize("has_offset", [False, True])
+def test_gated_norm_equals_torch(has_offset):
+    x, wide, norm = randn(3, 5, 24), randn(3, 130), norm_of(randn(24), has_offset=has_offset)
+    gate = wide[:, 10:].unflatten(1, (5, 24))
+    wanted = torch_ops.gated_norm(x, gate, norm._replace(epsilon=norm.epsilon.to(DEVICE)))
+    assert_near(triton_ops.gated_norm(x, gate, norm), wanted)
+
+
+def test_rates_equal_torch():
+    a, b = (20 * randn(3, 17)).split((6, 11), 1)
+    given = a, b[:, 5:], randn(6), randn(6), 2.0
+    assert_near(triton_ops.rates(*given), torch_ops.rates(*given))
 
 
 ACTS = {"silu": silu, "gelu": gelu, "gelu_tanh": lambda x: gelu(x, approximate="tanh")}

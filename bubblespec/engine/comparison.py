@@ -26,7 +26,7 @@ from bubblespec.engine.model import OutputHead, state_layers
 from bubblespec.engine.ops import ops_for, torch_ops
 from bubblespec.engine.ops.view import Norm
 from bubblespec.engine.pages import Pages
-from bubblespec.engine.states import WINDOWS, StateCache
+from bubblespec.engine.states import StateCache
 
 Compute = Callable[[torch.Tensor], torch.Tensor]  # hidden states or logits of token ids int64 [N]
 Hidden = Callable[[torch.Tensor, CachePacking], torch.Tensor]  # see `ModelForward.hidden`
@@ -61,8 +61,7 @@ def random_tokens(model: PreTrainedModel, length: int) -> torch.Tensor:
 
 def cache_for(model: PreTrainedModel, length: int) -> KVCache:
     """Create a cache of two rows, as the engine's: on a GPU with pages, and a spare one."""
-    with_state = state_layers(model)
-    states = StateCache(2, with_state, WINDOWS[model.device.type]) if with_state else None
+    states = StateCache.of_layers(state_layers(model), 2, model.device, model.dtype)
     if ops_for(model.device, model.dtype) is torch_ops:
         return KVCache(2, -(-length // LANES) * LANES, states=states)
     pages = Pages.for_rows(2, length, PAGE)

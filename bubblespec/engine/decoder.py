@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 from bubblespec.engine.comparison import norm_of
 from bubblespec.engine.kv_cache import CachePacking
 from bubblespec.engine.model import body_of, layer_heads, state_layers
-from bubblespec.engine.ops import ops_for, torch_ops
+from bubblespec.engine.ops import ops_for
 from bubblespec.engine.ops.softmax import AttentionOptions
 from bubblespec.engine.ops.view import Norm
 from bubblespec.engine.state_layers import GatedDelta, Mixer, ShortConvolution
@@ -91,8 +91,6 @@ class Decoder:
             name = type(model).__name__
             raise ValueError(f"{name} is not built like Llama: {error}") from error
         self.ops = ops_for(self.norm.weight.device, self.norm.weight.dtype)
-        if self.norm.has_offset and self.ops is not torch_ops:
-            raise ValueError("kernels compute no norms with an offset")
         self.attend = attend or self.ops.attend
         self._tables: tuple[torch.Tensor, torch.Tensor] | None = None
 

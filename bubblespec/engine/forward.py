@@ -20,7 +20,7 @@ from bubblespec.engine.batch import Batch, SamplingParams
 from bubblespec.engine.decoder import Decoder, is_written_out, stacked
 from bubblespec.engine.kv_cache import CachePacking
 from bubblespec.engine.model import STATE_LAYERS, forward_hidden, layer_heads, output_head
-from bubblespec.engine.ops import ROWS, SAMPLE, has_kernels, ops_for
+from bubblespec.engine.ops import ROWS, SAMPLE, STATES, has_kernels, ops_for
 from bubblespec.engine.sampling import Noise, sample
 
 Sampled = tuple[torch.Tensor, torch.Tensor]  # see `sampling.sample`
@@ -70,9 +70,10 @@ class ModelForward:
         self.decoder = self.make_decoder()
         self.memory: WeakSet = WeakSet() if memory is None else memory
         """CUDA graphs with one memory: results are valid until the next replay of any."""
-        # The shapes of torch's attention depend on lengths.
-        is_eager = enforce_eager or bool(vars(model).get(STATE_LAYERS))
-        self.is_eager = is_eager or not has_kernels(*self.type, ROWS)
+        # The shapes of torch's attention and windows depend on lengths.
+        needed = (ROWS, STATES) if vars(model).get(STATE_LAYERS) else (ROWS,)
+        has_all = all(has_kernels(*self.type, operation) for operation in needed)
+        self.is_eager = enforce_eager or not has_all
         self.reduce = self.ops.best_and_sum
         self.queries_per_kv = fold_of(model)
 

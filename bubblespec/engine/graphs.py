@@ -30,7 +30,8 @@ Shape legend: N tokens of a forward, B >= N tokens of a graph, S sequences that 
 import contextlib
 import warnings
 from collections.abc import Callable, Iterable
-from functools import cache, partial
+from dataclasses import dataclass
+from functools import cache, cached_property, partial
 from typing import Any, NamedTuple
 from weakref import WeakSet
 
@@ -41,6 +42,7 @@ from bubblespec.engine.arrays import to_device
 from bubblespec.engine.forward import ModelForward
 from bubblespec.engine.kv_cache import CachePacking, KVCache, pack_rows, pieces
 from bubblespec.engine.ops.view import TILE, AttentionMetadata
+from bubblespec.engine.states import Feed
 from bubblespec.errors import (
     fallback,
     first_cause,
@@ -67,7 +69,8 @@ class Shape(NamedTuple):
     max_q: int
 
 
-class PaddedPacking(NamedTuple):
+@dataclass
+class PaddedPacking:
     """The part of a `CachePacking` that operations read, on the device."""
 
     cache: KVCache
@@ -84,6 +87,12 @@ class PaddedPacking(NamedTuple):
     @property
     def page_offset(self) -> tuple[torch.Tensor, torch.Tensor]:
         return self.cache.locate(self.place)
+
+    @cached_property
+    def windows(self) -> Feed:
+        """See `CachePacking`."""
+        assert self.cache.states is not None
+        return self.cache.states.feed(self.view, self.cache.spare)
 
 
 class GraphPool:
@@ -339,7 +348,7 @@ def padded(tokens: np.ndarray, packing: CachePacking, shape: Shape, inputs: np.n
     cache, count = packing.cache, len(tokens)
     slot, width = pieces(packing.count, shape.max_q)
     ids[:count], position[:count] = tokens, packing.index[1]
-    place[:count], place[count:] = cache.places(*packing.index), cache.num_pages * cache.page_size
+    place[:count], place[count:] = cache.places(*packing.index), cache.spare
     table_row[: len(slot)] = slot
     first[1 : len(slot) + 1] = width.cumsum()
     first[len(slot) + 1 :] = count

@@ -19,11 +19,10 @@ from bubblespec.engine.arrays import ragged, staged, to_device
 from bubblespec.engine.ops.softmax import AttentionOptions
 from bubblespec.engine.ops.view import TILE, AttentionMetadata
 from bubblespec.engine.pages import Pages
-from bubblespec.engine.states import StateCache, Windows
+from bubblespec.engine.states import SHARED_BYTES, Feed, StateCache, Windows
 
 SPLIT = 512  # keys; 256 and 1,024 were within 5% for 1 to 128 rows of 4,096 keys on an H200
 MAX_SPLIT_TOKENS = 256
-SHARED_BYTES = 1 << 28  # that are copied at once
 ALIGNMENT = 64  # bytes, as torch's own tensors have it
 # Rows of adjacent slots are padded to the longest of them and attended in one call, as long as the
 # padding costs less than two calls: MAX_PADDING, where a row costs (Q + 10) * (L + 80). Fitted to
@@ -110,6 +109,11 @@ class KVCache:
         self._tensors: list[torch.Tensor] = []
         self._table: torch.Tensor | None = None
         self._version = -1  # version of the pages in `_table`
+
+    @property
+    def spare(self) -> int:
+        """First place of spare pages, in the flattened cache."""
+        return self.num_pages * self.page_size
 
     def places(self, slot: np.ndarray, position: np.ndarray) -> np.ndarray:
         """Return places of positions in the flattened cache; all int64 [N]."""
@@ -314,9 +318,11 @@ class CachePacking:
         return groups
 
     @cached_property
-    def windows(self) -> Windows:
+    def windows(self) -> Windows | Feed:
         """What the forward feeds to layers with a state."""
         assert self.cache.states is not None
+        if self.cache.states.in_kernels:
+            return self.cache.states.feed(self.view, self.cache.spare)
         slots = [slice(of.first_slot, of.first_slot + of.num_rows) for of in self.groups]
         return self.cache.states.windows(self.start, self.count, slots, self.device)
 

@@ -13,7 +13,7 @@ import logging
 import sys
 from collections.abc import Callable, Iterator
 from types import MethodType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -21,6 +21,7 @@ from torch.nn.functional import softplus
 from transformers import PreTrainedModel
 from transformers.activations import ACT2FN
 
+from bubblespec.engine.ops import STATES, has_kernels
 from bubblespec.engine.state_layers import (
     GatedDelta,
     ShortConvolution,
@@ -31,8 +32,13 @@ from bubblespec.engine.states import WINDOWS
 from bubblespec.engine.weights import one_by_one
 
 NUMBER = "state_layer"  # keyword argument: the number of a layer
-# Names of the number of heads in families' modules, and of their keys' and values' sizes.
-SIZES = ("num_v_heads", "num_heads"), ("head_k_dim", "ssm_state_size"), ("head_v_dim", "head_dim")
+# Names, in families' modules, of the numbers of value and key heads, and of their sizes.
+SIZES = (
+    ("num_v_heads", "num_heads"),
+    ("num_k_heads", "n_groups"),
+    ("head_k_dim", "ssm_state_size"),
+    ("head_v_dim", "head_dim"),
+)
 ORIGINAL = "_bubblespec_original"  # attribute of a function
 
 
@@ -67,23 +73,45 @@ def serve_states(model: PreTrainedModel) -> list[int]:
     return sorted(numbers)
 
 
+class StateShape(NamedTuple):
+    """Sizes of a layer with a state; without heads it is a convolution alone."""
+
+    channels: int
+    taps: int
+    heads: int
+    key_heads: int
+    key: int
+    value: int
+    has_beta: bool  # whether it computes a delta rule
+
+
+def state_shapes(model: PreTrainedModel) -> list[StateShape]:
+    """Return the sizes of each layer of a model that has a state."""
+    shapes = []
+    for module in _with_state(model):
+        conv = next(of for of in module.children() if isinstance(of, nn.Conv1d))
+        heads, key_heads, key, value = (_first(module, names) for names in SIZES)
+        sizes = conv.in_channels, conv.kernel_size[0], heads, key_heads, key, value
+        shapes.append(StateShape(*sizes, has_beta=hasattr(module, "head_k_dim")))
+    return shapes
+
+
 def state_numbers(model: PreTrainedModel) -> int:
     """Return how many numbers the states of one row have, those of convolutions left out."""
-    sizes = ([_first(module, names) for names in SIZES] for module in _with_state(model))
-    return sum(heads * key * value for heads, key, value in sizes)
+    return sum(of.heads * of.key * of.value for of in state_shapes(model))
 
 
 def state_bytes(model: PreTrainedModel, device: str) -> int:
     """Return the bytes of one row's states, see `StateCache`; device: its type."""
-    size, waiting = 0, WINDOWS[device]
-    for module in _with_state(model):
-        conv = next(of for of in module.children() if isinstance(of, nn.Conv1d))
-        of_type = conv.weight.dtype.itemsize
-        size += of_type * conv.in_channels * (conv.kernel_size[0] - 1 + waiting)
-        heads, key, value = (_first(module, names) for names in SIZES)
-        if heads:  # the state; keys, what they add and the sums of decays of a window
-            numbers = key * value + waiting * (key + value + 1)
-            size += max(of_type, 4) * heads * numbers
+    in_kernels = has_kernels(torch.device(device), model.dtype, STATES)
+    waiting, of_type = WINDOWS["cuda" if in_kernels else device], model.dtype.itemsize
+    size = 0
+    for shape in state_shapes(model):
+        size += of_type * shape.channels * (shape.taps - 1 + waiting)
+        key, value, wide = shape.key, shape.value, max(of_type, 4) * shape.heads
+        size += wide * key * value  # the state; what a window adds, its decays and its keys
+        size += wide * waiting * (value + (2 if in_kernels else 1))
+        size += waiting * key * (2 * shape.key_heads * of_type if in_kernels else wide)
     return size
 
 
@@ -123,8 +151,9 @@ def _convolution(
     packing, hidden_states, weight, bias=None, activation=None, *, state_layer, **kwargs
 ) -> torch.Tensor:
     """Return [1, C, N] of hidden states [1, C, N], a weight [C, k] and a bias [C]."""
-    out = convolution(packing, state_layer, hidden_states[0].t(), weight, bias)
-    return (out if activation is None else ACT2FN[activation](out)).t()[None]
+    x, has_silu = hidden_states[0].t(), activation in ("silu", "swish")
+    out = convolution(packing, state_layer, x, weight, bias, has_silu)
+    return (out if has_silu or activation is None else ACT2FN[activation](out)).t()[None]
 
 
 def _scan(
@@ -135,7 +164,8 @@ def _scan(
     dt = dt[0] if dt_bias is None else dt[0] + dt_bias.to(dt.dtype)
     dt = (softplus(dt) if dt_softplus else dt).clamp(*dt_limit)
     x, k, q, dt = (_wide(of) for of in (hidden_states[0], B[0], C[0], dt))
-    out = recurrence(packing, state_layer, q, k, x * dt.unsqueeze(-1), A.to(x.dtype) * dt, None)
+    qk, decay = torch.stack((q, k), 1), A.to(x.dtype) * dt
+    out = recurrence(packing, state_layer, qk, x * dt.unsqueeze(-1), decay.unsqueeze(1))
     if D is not None:
         out = out + D.unsqueeze(-1) * x
     return (out[None], None) if return_final_states else out[None]

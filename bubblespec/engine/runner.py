@@ -20,7 +20,7 @@ from bubblespec.engine.model import layer_heads, state_layers
 from bubblespec.engine.ops import torch_ops
 from bubblespec.engine.pages import Pages
 from bubblespec.engine.sampling import Noise, drawn, read, stream_counters, stream_keys
-from bubblespec.engine.states import WINDOWS, StateCache
+from bubblespec.engine.states import StateCache
 from bubblespec.engine.step_graphs import StepGraphs
 from bubblespec.engine.weights import join
 from bubblespec.types import Row
@@ -55,11 +55,10 @@ class ModelRunner(Runner):
             pages = Pages.for_rows(num_slots, max_length, PAGE)
         self.pages = pages
         slot_length = max_length if pages is None else pages.slot_length
-        layers, with_state = len(layer_heads(model.config)), state_layers(model)
-        states = None
-        if with_state:
-            self.window = WINDOWS[self.device.type]
-            states = StateCache(num_slots, with_state, self.window)
+        layers = len(layer_heads(model.config))
+        states = StateCache.of_layers(state_layers(model), num_slots, *self.forward.type)
+        if states is not None:
+            self.window = states.window
         # Its tensors are made at the first forward.
         self.cache = KVCache(num_slots, slot_length, int(on_gpu), pages, layers, states)
         if self.forward.is_invariant:  # graphs have these tiles too

@@ -14,15 +14,13 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.nn.functional import silu, softplus
+from torch.nn.functional import silu
 
 from bubblespec.engine.comparison import norm_of
 from bubblespec.engine.kv_cache import CachePacking
 from bubblespec.engine.model import SequencePacking
-from bubblespec.engine.ops import torch_states as ops
-from bubblespec.engine.ops.torch_ops import gated_norm
-from bubblespec.engine.ops.torch_states import unit
-from bubblespec.engine.states import advance, convolve
+from bubblespec.engine.ops import ops_for, torch_ops, torch_states
+from bubblespec.engine.states import advance, convolve, split
 from bubblespec.engine.weights import ProductOf
 
 Packing = CachePacking | SequencePacking
@@ -54,29 +52,29 @@ class GatedDelta:
         """Return [N, C] of normed states [N, C]."""
         m = self.module
         mixed, z, b, a = self._split(self.product(h))
-        mixed = silu(convolution(packing, m.layer_idx, mixed, m.conv1d.weight[:, 0], m.conv1d.bias))
-        wide = torch.promote_types(h.dtype, torch.float32)
-        qk, v = mixed.to(wide).split((2 * m.key_dim, m.value_dim), -1)
-        q, k = unit(qk.unflatten(1, (2, m.num_k_heads, m.head_k_dim))).unbind(1)
-        decay = -m.A_log.to(wide).exp() * softplus(a.to(wide) + m.dt_bias)
-        beta = b.sigmoid().to(wide)
-        if self.rate != 1.0:
-            beta = beta * self.rate
+        weight, bias = m.conv1d.weight[:, 0], m.conv1d.bias
+        mixed = convolution(packing, m.layer_idx, mixed, weight, bias, has_silu=True)
+        qk, v = mixed.split((2 * m.key_dim, m.value_dim), -1)
+        qk = qk.unflatten(1, (2, m.num_k_heads, m.head_k_dim))
         v = v.unflatten(1, (m.num_v_heads, m.head_v_dim))
-        out = recurrence(packing, m.layer_idx, q * m.head_k_dim**-0.5, k, v, decay, beta)
-        out = out.to(h.dtype)
-        return self.out(gated_norm(out, z.view_as(out), self.norm).flatten(1))
+        # Kernels have no gradients.
+        ops = torch_ops if isinstance(packing, SequencePacking) else ops_for(h.device, h.dtype)
+        rates = ops.rates(a, b, m.A_log, m.dt_bias, self.rate)
+        how = {"scale": m.head_k_dim**-0.5, "is_unit": True}
+        out = recurrence(packing, m.layer_idx, qk, v, rates, **how).to(h.dtype)
+        gate = z.unflatten(1, out.shape[1:])
+        return self.out(ops.gated_norm(out, gate, self.norm).flatten(1))
 
     def _split(self, product: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Return the inputs of the convolution, the gate, and those of beta and decay."""
         m = self.module
         if not self.is_paired:
             mixed, z, b, a = product.split(self.sizes, -1)
-            return mixed, z.contiguous(), b, a
+            return mixed, z, b, a
         pairs, rest = product.split((m.conv_dim + m.value_dim, 2 * m.num_v_heads), -1)
         q, k, v, z, b, a = m.fix_query_key_value_ordering(pairs[None], rest[None])
         mixed = torch.cat([of[0].flatten(1) for of in (q, k, v)], 1)
-        return mixed, z[0].contiguous(), b[0], a[0]
+        return mixed, z[0].flatten(1), b[0], a[0]
 
 
 class ShortConvolution:
@@ -98,31 +96,47 @@ class ShortConvolution:
 
 
 def convolution(
-    packing: Packing, layer: int, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+    packing: Packing,
+    layer: int,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    has_silu: bool = False,
 ) -> torch.Tensor:
-    """Return a layer's causal convolution of x [N, C], with a weight [C, k]."""
+    """Return a layer's causal convolution of x [N, C], with a weight [C, k] and SiLU behind it."""
     if isinstance(packing, SequencePacking):
-        return ops.taps_of_sequences(x, packing.position, weight, bias)
-    return packing.windows.packed(convolve(packing, layer, x, weight, bias))
+        out = torch_states.taps_of_sequences(x, packing.position, weight, bias)
+        return silu(out) if has_silu else out
+    return packing.windows.packed(convolve(packing, layer, x, weight, bias, has_silu))
 
 
-def recurrence(packing: Packing, layer: int, q, k, v, log_decay, beta=None) -> torch.Tensor:
-    """Return a layer's outputs [N, H, V], see `ops.window`; q and k [N, G, K], v [N, H, V].
+def recurrence(
+    packing: Packing,
+    layer: int,
+    qk: torch.Tensor,
+    v: torch.Tensor,
+    rates: torch.Tensor,
+    *,
+    scale: float = 1.0,
+    is_unit: bool = False,
+) -> torch.Tensor:
+    """Return a layer's outputs [N, H, V], see `torch_states.window`; qk [N, 2, G, K], v [N, H, V].
 
-    Each of the G heads of q and k is for H / G adjacent ones of v; log_decay and beta: [N, H]."""
-    fold = v.shape[1] // k.shape[1]
-    if fold > 1:
-        q, k = (of.repeat_interleave(fold, 1) for of in (q, k))
-    if isinstance(packing, SequencePacking):
-        if beta is not None and (kernel := delta_kernel(q.device)) is not None:
-            low = (of[None].to(torch.bfloat16) for of in (q, k, v))  # it takes no float32
-            borders = packing.varlen.offsets.long()
-            out = kernel(*low, log_decay[None], beta[None], scale=1.0, cu_seqlens=borders)[0]
-            return out[0].to(q.dtype)
-        return _whole(packing, q, k, v, log_decay, beta)
-    windows = packing.windows
-    fed = (of if of is None else windows.padded(of) for of in (q, k, v, log_decay, beta))
-    return windows.packed(advance(packing, layer, *fed))
+    rates: [N, 1 or 2, H], log decays, and betas of a delta rule; scale, is_unit: see `split`."""
+    if not isinstance(packing, SequencePacking):
+        windows = packing.windows
+        qk, v, rates = (windows.padded(of) for of in (qk, v, rates))
+        how = {"scale": scale, "is_unit": is_unit}
+        return windows.packed(advance(packing, layer, qk, v, *rates.unbind(1), **how))
+    q, k = split(qk, v.shape[1], scale, is_unit)
+    v = v.to(q.dtype)
+    log_decay, beta = rates.unbind(1) if rates.shape[1] == 2 else (rates[:, 0], None)
+    if beta is not None and (kernel := delta_kernel(q.device)) is not None:
+        low = (of[None].to(torch.bfloat16) for of in (q, k, v))  # it takes no float32
+        borders = packing.varlen.offsets.long()
+        out = kernel(*low, log_decay[None], beta[None], scale=1.0, cu_seqlens=borders)[0]
+        return out[0].to(q.dtype)
+    return _whole(packing, q, k, v, log_decay, beta)
 
 
 @functools.cache
@@ -148,10 +162,10 @@ def _whole(packing: SequencePacking, q, k, v, log_decay, beta) -> torch.Tensor:
         for begin in range(0, length, CHUNK):
             part = slice(begin, min(begin + CHUNK, length))
             own = [of if of is None else of[:, :, part] for of in fed]
-            out, d, sums = ops.window(state, *own)
+            out, d, sums = torch_states.window(state, *own)
             outs.append(out)
             if part.stop < length:
-                state = ops.behind(state, own[1], d, sums)
+                state = torch_states.behind(state, own[1], d, sums)
         out = torch.cat(outs, 2).transpose(1, 2).flatten(0, 1)
         found.append(out.index_select(0, keep))
     return torch.cat(found).index_select(0, packed_order)

@@ -17,13 +17,19 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from torch import promote_types
+from torch.nn.functional import silu
 
 from bubblespec.engine.arrays import ragged, to_device
+from bubblespec.engine.ops import STATES, has_kernels
 from bubblespec.engine.ops import torch_states as ops
+from bubblespec.engine.ops.view import AttentionMetadata
 
 # Tokens of a window, by device. What waits beside a state takes as much memory as the state at 64
 # tokens for heads of 128.
 WINDOWS = {"cpu": 64, "cuda": 16}
+SHARED_BYTES = 1 << 28  # that are copied at once
+STANDING = "standing"  # of slots, a tensor that all layers share
 
 
 class Window(NamedTuple):
@@ -54,23 +60,55 @@ class Windows(NamedTuple):
         return packed.index_select(0, torch.cat([one.tokens for one in self.windows]))
 
 
+class Feed(NamedTuple):
+    """What a forward over a cache feeds to the states where kernels compute them.
+
+    They take and return packed tokens."""
+
+    rows: torch.Tensor  # see `triton_states.plan`
+    max_q: int  # see `AttentionMetadata`
+
+    def packed(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Return what it is given."""
+        return tokens
+
+    def padded(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Return what it is given."""
+        return tokens
+
+
 class StateCache:
     """A slot of states for each row, and one that is kept for rows with the same prompt.
 
-    Its tensors [layers, slots + 1, ...] are made at the first write, as zeros."""
+    Its tensors [layers, slots + 1, ...] are made at the first write, as zeros. Where kernels
+    compute the layers, one of them says where the slots stand: the host need not know."""
 
-    def __init__(self, num_slots: int, layers: list[int], window: int):
+    def __init__(self, num_slots: int, layers: list[int], window: int, in_kernels: bool = False):
         """layers: numbers of the layers that have a state; window: most tokens of one."""
         self.num_slots, self.layers, self.window = num_slots, layers, window
+        self.in_kernels = in_kernels
         self.base = np.zeros(num_slots + 1, np.int64)  # tokens that each slot's state has taken in
         self.waiting = np.zeros(num_slots + 1, np.int64)  # tokens of its last window
         self._tensors: dict[str, torch.Tensor] = {}
 
-    def of(self, layer: int, name: str, shape: tuple[int, ...], like: torch.Tensor) -> torch.Tensor:
-        """Return a layer's tensor of a name, [slots + 1, *shape], of the type of another."""
+    @classmethod
+    def of_layers(
+        cls, layers: list[int], num_slots: int, device: torch.device, dtype: torch.dtype
+    ) -> "StateCache | None":
+        """Return a cache for these layers of a model on this device; None if there are none."""
+        if not layers:
+            return None
+        in_kernels = has_kernels(device, dtype, STATES)
+        window = WINDOWS["cuda" if in_kernels else device.type]
+        return cls(num_slots, layers, window, in_kernels)
+
+    def of(
+        self, layer: int, name: str, shape: tuple[int, ...], dtype: torch.dtype, device
+    ) -> torch.Tensor:
+        """Return a layer's tensor of a name, [slots + 1, *shape]."""
         if name not in self._tensors:
             whole = (len(self.layers), self.num_slots + 1, *shape)
-            self._tensors[name] = torch.zeros(whole, dtype=like.dtype, device=like.device)
+            self._tensors[name] = torch.zeros(whole, dtype=dtype, device=device)
         return self._tensors[name][self.layers.index(layer)]
 
     def move(self, source: int, target: int) -> None:
@@ -82,8 +120,10 @@ class StateCache:
         """Give slots `target` the states of other slots `source`, int64 [n] each."""
         self.base[target], self.waiting[target] = self.base[source], self.waiting[source]
         for tensor in self._tensors.values():
-            of, to = (to_device(slots, tensor.device) for slots in (source, target))
-            tensor.index_copy_(1, to, tensor.index_select(1, of))
+            at_once = max(SHARED_BYTES // (tensor[:, 0].numel() * tensor.itemsize), 1)
+            parts = (to_device(of, tensor.device).split(at_once) for of in (source, target))
+            for of, to in zip(*parts, strict=True):
+                tensor.index_copy_(1, to, tensor.index_select(1, of))
 
     def windows(
         self, start: np.ndarray, count: np.ndarray, groups: list[slice], device: torch.device
@@ -120,6 +160,24 @@ class StateCache:
         is_packed = size == len(places) and bool((np.diff(places) > 0).all())
         return Windows(windows, None if is_packed else to_device(places, device))
 
+    def feed(self, view: AttentionMetadata, spare: int) -> Feed:
+        """Plan what a forward feeds to kernels; from now on it counts as fed.
+
+        spare: first place of tokens that are not fed."""
+        from bubblespec.engine.ops import triton_states
+
+        device = view.slot.device
+        if STANDING not in self._tensors:
+            shape = 1, self.num_slots + 1, 2
+            self._tensors[STANDING] = torch.zeros(shape, dtype=torch.int32, device=device)
+        standing = self._tensors[STANDING][0]
+        return Feed(triton_states.plan(view, standing, self.window, spare), view.max_q)
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """Those that exist."""
+        return list(self._tensors.values())
+
     def clear(self) -> None:
         """Free the memory."""
         self._tensors.clear()
@@ -129,13 +187,23 @@ class StateCache:
         return sum(tensor.nbytes for tensor in self._tensors.values())
 
 
-def convolve(packing: Any, layer: int, x: torch.Tensor, weight, bias) -> torch.Tensor:
-    """Return a layer's causal convolution [P, C] of packed tokens x [N, C]; weight: [C, k]."""
+def convolve(
+    packing: Any, layer: int, x: torch.Tensor, weight, bias, has_silu: bool = False
+) -> torch.Tensor:
+    """Return a layer's causal convolution [P, C] of packed tokens x [N, C], with SiLU behind it.
+
+    weight: [C, k]"""
     back, size = weight.shape[1] - 1, x.shape[-1]
-    states = packing.cache.states
-    inputs = states.of(layer, "inputs", (back + states.window, size), x)
+    states, fed = packing.cache.states, packing.windows
+    inputs = states.of(layer, "inputs", (back + states.window, size), x.dtype, x.device)
+    if isinstance(fed, Feed):
+        from bubblespec.engine.ops import triton_states
+
+        x = x if x.stride(1) == 1 else x.contiguous()
+        of_rows = fed.rows, fed.max_q, inputs
+        return triton_states.convolve(*of_rows, x, weight, bias, has_silu)
     step, found = torch.arange(back, device=x.device), []
-    for window in packing.windows.windows:
+    for window in fed.windows:
         if window.is_fresh is not None:
             inputs[window.is_fresh] = 0.0
         before = inputs[window.slots]
@@ -146,18 +214,33 @@ def convolve(packing: Any, layer: int, x: torch.Tensor, weight, bias) -> torch.T
         joined = torch.cat((before[:, :back], new), 1)
         inputs[window.slots, : joined.shape[1]] = joined
         found.append(ops.taps(joined, weight, bias).flatten(0, 1))
-    return torch.cat(found)
+    return silu(torch.cat(found)) if has_silu else torch.cat(found)
 
 
-def advance(packing: Any, layer: int, q, k, v, log_decay, beta=None) -> torch.Tensor:
-    """Return a layer's outputs [P, H, V] of q and k [P, H, K] and v [P, H, V]; see `ops.window`.
+def advance(
+    packing: Any,
+    layer: int,
+    qk: torch.Tensor,
+    v: torch.Tensor,
+    log_decay: torch.Tensor,
+    beta: torch.Tensor | None = None,
+    *,
+    scale: float = 1.0,
+    is_unit: bool = False,
+) -> torch.Tensor:
+    """Return a layer's outputs [P, H, V] of qk [P, 2, G, K] and v [P, H, V]; see `ops.window`.
 
-    log_decay, beta: [P, H]."""
+    log_decay, beta: [P, H]; scale, is_unit: see `split`."""
+    if isinstance(packing.windows, Feed):
+        return _advance_in_kernel(packing, layer, qk, v, log_decay, beta, scale, is_unit)
+    q, k = split(qk, v.shape[1], scale, is_unit)
     (_, heads, key_size), value_size = q.shape, v.shape[2]
-    states = packing.cache.states
-    of, wide = partial(states.of, layer, like=q), (heads, states.window)
-    matrix, sums = of("matrix", (heads, key_size, value_size)), of("sums", wide)
-    keys, added = of("keys", (*wide, key_size)), of("added", (*wide, value_size))
+    states, type_of = packing.cache.states, (q.dtype, q.device)
+    fed_to = (v.to(q.dtype), log_decay, None if beta is None else beta.to(q.dtype))
+    of, wide = partial(states.of, layer), (heads, states.window)
+    matrix, sums = of("matrix", (heads, key_size, value_size), *type_of), of("sums", wide, *type_of)
+    keys = of("keys", (*wide, key_size), *type_of)
+    added = of("added", (*wide, value_size), *type_of)
     begin, found = 0, []
     for window in packing.windows.windows:
         slots, width = window.slots, window.width
@@ -169,9 +252,9 @@ def advance(packing: Any, layer: int, q, k, v, log_decay, beta=None) -> torch.Te
             if not isinstance(slots, slice):
                 matrix[slots] = state
         part = slice(begin, begin + len(state) * width)
-        fed = (
+        fed: Any = (
             None if of is None else of[part].unflatten(0, (-1, width)).transpose(1, 2)
-            for of in (q, k, v, log_decay, beta)
+            for of in (q, k, *fed_to)
         )  # fmt: skip
         q_of, k_of, *rest = fed
         out, d, c = ops.window(state, q_of, k_of, *rest)
@@ -180,3 +263,34 @@ def advance(packing: Any, layer: int, q, k, v, log_decay, beta=None) -> torch.Te
         found.append(out.transpose(1, 2).flatten(0, 1))
         begin = part.stop
     return torch.cat(found)
+
+
+def _advance_in_kernel(
+    packing: Any, layer: int, qk, v, log_decay, beta, scale: float, is_unit: bool
+) -> torch.Tensor:
+    from bubblespec.engine.ops import triton_states
+
+    (_, _, key_heads, key), (_, heads, value) = qk.shape, v.shape
+    states, wide = packing.cache.states, torch.float32
+    of, window = partial(states.of, layer, device=v.device), states.window
+    waiting = triton_states.Waiting(
+        matrix=of("matrix", (heads, key, value), wide),
+        keys=of("keys", (2, key_heads, window, key), qk.dtype),
+        added=of("added", (heads, window, value), wide),
+        decays=of("decays", (2, heads, window), wide),
+    )
+    rows, (q, k) = packing.windows.rows, qk.unbind(1)
+    return triton_states.advance(rows, waiting, q, k, v, log_decay, beta, scale, is_unit)
+
+
+def split(
+    qk: torch.Tensor, num_heads: int, scale: float, is_unit: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return q and k, [N, H, K] each and at least float32, of both, [N, 2, G, K].
+
+    scale: of q; is_unit: whether each has length 1. Each of G heads is for H / G adjacent ones."""
+    both = qk.to(promote_types(qk.dtype, torch.float32))
+    both = ops.unit(both) if is_unit else both
+    fold = num_heads // qk.shape[2]
+    q, k = (both.repeat_interleave(fold, 2) if fold > 1 else both).unbind(1)
+    return (q if scale == 1.0 else q * scale), k

@@ -123,8 +123,7 @@ class DeviceRows:
         from bubblespec.engine.ops import triton_rows as ops
 
         ops.stand(self.state)
-        page_size = self.cache.page_size
-        ops.fill(self.state, ids, view, page_size, self.cache.num_pages * page_size)
+        ops.fill(self.state, ids, view, self.cache.page_size, self.cache.spare)
 
 
 class StepGraphs:

@@ -40,6 +40,8 @@ class TrainedDecoder(Decoder):
     def __init__(self, model: PreTrainedModel):
         join(model)
         super().__init__(model, _with_gradient(model))
+        if self.norm.has_offset:
+            raise ValueError("kernels have no gradients of norms with an offset")
         self.has_checkpoints = HAS_CHECKPOINTS in vars(model)
 
     def states(self, tokens: torch.Tensor, packing: SequencePacking, kernel: str) -> torch.Tensor:

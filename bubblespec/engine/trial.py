@@ -28,7 +28,9 @@ from bubblespec.engine.ops import torch_ops
 from bubblespec.engine.ops.softmax import AttentionOptions
 from bubblespec.engine.ops.view import AttentionMetadata, Norm
 from bubblespec.engine.pages import Pages
+from bubblespec.engine.recurrent import StateShape, state_shapes
 from bubblespec.engine.sampling import Noise, sample, stream_counters
+from bubblespec.engine.states import WINDOWS, StateCache, advance, convolve
 from bubblespec.engine.step_graphs import DeviceRows
 from bubblespec.errors import fallback, is_lost, one_line
 from bubblespec.types import Load
@@ -52,6 +54,7 @@ class Sizes(NamedTuple):
     attention: tuple[tuple[Heads, AttentionOptions], ...]  # distinct ones of layers, without sinks
     activation: str
     has_teacher: bool = False
+    states: tuple[StateShape, ...] = ()  # distinct ones of layers
     has_sinks: bool = False
 
     def randn(self, *shape: int) -> torch.Tensor:
@@ -86,6 +89,7 @@ def sizes_of(model: PreTrainedModel, has_teacher: bool = False) -> Sizes:
         attention=tuple(sorted(set(zip(heads, options, strict=True)), key=str)),
         activation=activation,
         has_teacher=has_teacher,
+        states=tuple(sorted(set(state_shapes(model)))),
         has_sinks=any(name.endswith(".sinks") for name, _ in model.named_parameters()),
     )
 
@@ -212,6 +216,34 @@ def device_rows(own: Any, sizes: Sizes) -> Found:
     return [of.cpu().long() for of in (*found, state.tokens[0, :8], state.tokens[1, :5])]
 
 
+def layers_with_states(own: Any, sizes: Sizes) -> Found:
+    """Feed a row and its wrong token again, and one that begins; then normalise, with a gate."""
+    found: Found = []
+    for shape in sizes.states:
+        pages = Pages.for_rows(2, 24, 8)
+        states = StateCache(2, [0], WINDOWS["cuda"], own is not torch_ops)
+        cache = KVCache(2, pages.slot_length, 1, pages, states=states)
+        weight = sizes.randn(shape.channels, shape.taps)
+        for start, count in (([0, 0], [4, 1]), ([3, 1], [4, 3])):
+            packing = pack_rows(cache, np.array(start), np.array(count), sizes.device)
+            windows, tokens = packing.windows, sum(count)
+            x = sizes.randn(tokens, shape.channels)
+            found.append(windows.packed(convolve(packing, 0, x, weight, None, has_silu=True)))
+            if not shape.heads:
+                continue
+            qk = sizes.randn(tokens, 2, shape.key_heads, shape.key)
+            v, gate = sizes.randn(2, tokens, shape.heads, shape.value)
+            given = *sizes.randn(2, tokens, shape.heads), *sizes.randn(2, shape.heads)
+            rates = own.rates(*given, 2.0)
+            decay, beta = windows.padded(rates).unbind(1)
+            how = {"scale": shape.key**-0.5, "is_unit": True} if shape.has_beta else {}
+            fed = windows.padded(qk), windows.padded(v), decay
+            out = advance(packing, 0, *fed, beta if shape.has_beta else None, **how)
+            out = windows.packed(out).to(sizes.dtype)
+            found += [rates, out, own.gated_norm(out, gate, _norm(sizes, shape.value))]
+    return found
+
+
 def layers_of_training(own: Any, sizes: Sizes) -> Found:
     """Compute norms, rotations and gated units with their gradients."""
     hidden, width = sizes.hidden, sizes.attention[0][0].key_size
@@ -303,6 +335,7 @@ TRIALS: dict[str, Callable[[Any, Sizes], Found]] = {
     ops.GATED: gated_units,
     ops.SAMPLE: sampling,
     ops.ROWS: device_rows,
+    ops.STATES: layers_with_states,
     ops.LAYERS: layers_of_training,
     ops.HEAD: head_of_training,
     ops.MOVE: moved_gradients,

@@ -96,7 +96,8 @@ def memory_of(of: GraphPool | StepGraphs) -> list[torch.Tensor | None]:
     pool = of.pool if isinstance(of, StepGraphs) else of
     rows = () if pool.fill is None else pool.fill.__self__._state or ()
     known = pool._inputs, pool.results, pool.states, pool.cache._table
-    return [*known, *pool.cache._tensors, *rows]
+    states = () if pool.cache.states is None else pool.cache.states.tensors
+    return [*known, *pool.cache._tensors, *states, *rows]
 
 
 class Launches(TorchDispatchMode):

@@ -86,12 +86,12 @@ def rope_store(ops, heads: int, size: int, rotary: int, has_norms: bool = False)
     )
 
 
-def norm_of(columns: int) -> Norm:
-    return Norm(zeros(columns), 1e-6, torch.tensor(1e-6))
+def norm_of(columns: int, has_offset: bool = False) -> Norm:
+    return Norm(zeros(columns), 1e-6, torch.tensor(1e-6), has_offset)
 
 
-def add_norm(ops, columns: int):
-    ops.add_norm(zeros(8, columns), zeros(8, columns), norm_of(columns))
+def add_norm(ops, columns: int, has_offset: bool = False):
+    ops.add_norm(zeros(8, columns), zeros(8, columns), norm_of(columns, has_offset))
 
 
 def gated(ops, act: str):
@@ -154,6 +154,27 @@ def rows(ops, num_stops: int):
     triton_rows.sampled(state, 64)
     token, stops = zeros(64, dtype=torch.int64), zeros(num_stops, dtype=torch.int32)
     triton_rows.accept(state, token, stops)
+
+
+def states(ops, heads: int, size: int, max_q: int, has_beta: bool = True):
+    from bubblespec.engine.ops import triton_states
+
+    rows = triton_states.plan(make_view(max_q, 512), zeros(5, 2, dtype=torch.int32), 16, 640)
+    wide, float32 = 3 * heads * size, partial(zeros, dtype=torch.float32)
+    x = zeros(8, wide + 16)[:, :wide]
+    mixed = triton_states.convolve(rows, max_q, zeros(5, 19, wide), x, zeros(wide, 4), None, True)
+    q, k, v = mixed.unflatten(1, (3, heads, size)).unbind(1)
+    waiting = triton_states.Waiting(
+        float32(5, heads, size, size),
+        zeros(5, 2, heads, 16, size),
+        float32(5, heads, 16, size),
+        float32(5, 2, heads, 16),
+    )
+    rates = float32(8, heads), float32(8, heads) if has_beta else None
+    out = triton_states.advance(rows, waiting, q, k, v, *rates, 0.5, is_unit=has_beta)
+    ops.gated_norm(out, v, norm_of(size))
+    a, b = x[:, : 2 * heads].chunk(2, 1)
+    ops.rates(a, b, zeros(heads), zeros(heads), 2.0)
 
 
 class Driver:

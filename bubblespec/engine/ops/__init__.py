@@ -15,14 +15,16 @@ TYPES = (torch.bfloat16, torch.float16)
 # What torch can compute in place of kernels. Without ATTEND it computes everything.
 ATTEND, ADD_NORM, STORE, GATED = "attention", "norms", "rotation", "gated units"
 SAMPLE, ROWS = "sampling", "rows on the device"
+STATES = "layers with a state"
 LAYERS, HEAD, MOVE = "layers of training", "the head of training", "gradients in float32"
-OPERATIONS = (ATTEND, ADD_NORM, STORE, GATED, SAMPLE, ROWS, LAYERS, HEAD, MOVE)
+OPERATIONS = (ATTEND, ADD_NORM, STORE, GATED, SAMPLE, ROWS, STATES, LAYERS, HEAD, MOVE)
 FUNCTIONS = {
     ATTEND: ("attend",),
     ADD_NORM: ("add_norm",),
     STORE: ("rotation", "rope_store"),
     GATED: ("gated",),
     SAMPLE: ("best_and_sum",),
+    STATES: ("gated_norm", "rates"),
 }
 
 replaced: dict[str, str] = {}

@@ -51,6 +51,18 @@ def gated_norm(x: torch.Tensor, gate: torch.Tensor, norm: Norm) -> torch.Tensor:
     return (_normalize(x, norm) * functional.silu(wide)).to(x.dtype)
 
 
+def rates(
+    a: torch.Tensor, b: torch.Tensor, log_rate: torch.Tensor, bias: torch.Tensor, most: float
+) -> torch.Tensor:
+    """Return log decays and betas [N, 2, H] of a gated delta layer, at least in float32.
+
+    a, b: [N, H]; log_rate, bias: [H], of decays; most: bound of betas."""
+    wide = torch.promote_types(a.dtype, torch.float32)
+    decay = -log_rate.to(wide).exp() * functional.softplus(a.to(wide) + bias)
+    beta = b.sigmoid().to(wide)
+    return torch.stack((decay, beta if most == 1.0 else beta * most), 1)
+
+
 def rotation(
     tables: tuple[torch.Tensor, torch.Tensor], packing: CachePacking
 ) -> tuple[torch.Tensor, torch.Tensor]:

@@ -49,7 +49,8 @@ def add_norm(
     num_tokens, columns = residual.shape
     _add_norm[(num_tokens,)](
         residual if x is None else x, residual, residual if total is None else total, norm.weight,
-        out, columns, norm.eps, HAS_X=x is not None, **whole_rows(columns),
+        out, columns, norm.eps, HAS_X=x is not None, HAS_OFFSET=norm.has_offset,
+        **whole_rows(columns),
     )  # fmt: skip
     return out
 
@@ -65,7 +66,7 @@ def whole_rows(columns: int) -> dict:
 @triton.jit
 def _add_norm(
     x_ptr, residual_ptr, total_ptr, weight_ptr, out_ptr, columns, eps, HAS_X: tl.constexpr,
-    BLOCK: tl.constexpr,
+    HAS_OFFSET: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Add and normalise one token; it is rounded where transformers rounds."""
     dtype = residual_ptr.dtype.element_ty
@@ -79,13 +80,82 @@ def _add_norm(
         tl.store(total_ptr + row + column, wide.to(dtype), mask=inside)
     scale = tl.rsqrt(tl.sum(wide * wide, 0) / columns + eps)
     weight = tl.load(weight_ptr + column, mask=inside, other=0.0)
-    tl.store(out_ptr + row + column, _scaled(wide, scale, weight, dtype), mask=inside)
+    tl.store(out_ptr + row + column, _scaled(wide, scale, weight, dtype, HAS_OFFSET), mask=inside)
 
 
 @triton.jit
-def _scaled(wide, scale, weight, dtype: tl.constexpr):
-    """Multiply by the norm's scale, round, and multiply by its weight."""
+def _scaled(wide, scale, weight, dtype: tl.constexpr, HAS_OFFSET: tl.constexpr):
+    """Multiply by the norm's scale, round, and multiply by its weight; see `Norm`."""
+    if HAS_OFFSET:
+        wide = wide * scale
+        return (wide + wide * weight.to(tl.float32)).to(dtype)
     return ((wide * scale).to(dtype).to(tl.float32) * weight.to(tl.float32)).to(dtype)
+
+
+def gated_norm(x: torch.Tensor, gate: torch.Tensor, norm: Norm) -> torch.Tensor:
+    """Return the norm of x [N, H, D] times the SiLU of a gate [N, H, D]."""
+    num_tokens, num_heads, size = x.shape
+    assert x.is_contiguous() and gate.stride()[1:] == (size, 1)
+    block, out = triton.next_power_of_2(size), torch.empty_like(x)
+    heads = max(VALUES // block, 1)
+    _gated_norm[(num_tokens, triton.cdiv(num_heads, heads))](
+        x, gate, norm.weight, out, gate.stride(0), norm.eps, H=num_heads, D=size,
+        HAS_OFFSET=norm.has_offset, HEADS=heads, BLOCK=block, num_warps=4, **FUSED,
+    )  # fmt: skip
+    return out
+
+
+@triton.jit
+def _gated_norm(
+    x_ptr, gate_ptr, weight_ptr, out_ptr, gate_stride, eps, H: tl.constexpr, D: tl.constexpr,
+    HAS_OFFSET: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Compute some heads of one token."""
+    dtype = out_ptr.dtype.element_ty
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]
+    d = tl.arange(0, BLOCK)[None, :]
+    inside = (head < H) & (d < D)
+    x = tl.load(x_ptr + token * H * D + head * D + d, mask=inside, other=0.0).to(tl.float32)
+    gate = tl.load(gate_ptr + token * gate_stride + head * D + d, mask=inside, other=0.0)
+    weight = tl.load(weight_ptr + d, mask=d < D, other=0.0)
+    scale = tl.rsqrt(tl.sum(x * x, 1) / D + eps)[:, None]
+    out = _scaled(x, scale, weight, dtype, HAS_OFFSET).to(tl.float32)
+    gate, _ = _activation(gate.to(tl.float32), "silu")
+    tl.store(out_ptr + token * H * D + head * D + d, (out * gate).to(dtype), mask=inside)
+
+
+def rates(
+    a: torch.Tensor, b: torch.Tensor, log_rate: torch.Tensor, bias: torch.Tensor, most: float
+) -> torch.Tensor:
+    """Return log decays and betas [N, 2, H] of a gated delta layer in float32, see torch_ops.py."""
+    num_tokens, num_heads = a.shape
+    assert a.stride(1) == b.stride(1) == log_rate.stride(0) == bias.stride(0) == 1
+    out = torch.empty(num_tokens, 2, num_heads, dtype=torch.float32, device=a.device)
+    _rates[(num_tokens,)](
+        a, b, log_rate, bias, out, a.stride(0), b.stride(0), most, H=num_heads,
+        BLOCK=triton.next_power_of_2(num_heads), num_warps=1, **FUSED,
+    )  # fmt: skip
+    return out
+
+
+@triton.jit
+def _rates(
+    a_ptr, b_ptr, log_rate_ptr, bias_ptr, out_ptr, a_stride, b_stride, most, H: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.arange(0, BLOCK)
+    inside = head < H
+    log_rate = tl.load(log_rate_ptr + head, mask=inside, other=0.0).to(tl.float32)
+    bias = tl.load(bias_ptr + head, mask=inside, other=0.0).to(tl.float32)
+    x = tl.load(a_ptr + token * a_stride + head, mask=inside, other=0.0).to(tl.float32) + bias
+    softplus = tl.where(x > 20.0, x, tl.log(1.0 + tl.exp(tl.minimum(x, 20.0))))
+    b = tl.load(b_ptr + token * b_stride + head, mask=inside, other=0.0)
+    share = (1.0 / (1.0 + tl.exp(-b.to(tl.float32)))).to(b.dtype)  # as modules round
+    out_ptr += token * 2 * H + head
+    tl.store(out_ptr, -tl.exp(log_rate) * softplus, mask=inside)
+    tl.store(out_ptr + H, share.to(tl.float32) * most, mask=inside)
 
 
 def rotation(
@@ -116,15 +186,15 @@ def rope_store(
     query = qkv.new_empty(len(qkv), num_heads, size)
     block = triton.next_power_of_2(size)
     heads = max(VALUES // block, 1)
-    weight_q, weight_k, eps = qkv, qkv, 0.0
+    weight_q, weight_k, eps, has_offset = qkv, qkv, 0.0, False
     if head_norms is not None:
-        (weight_q, eps, _), (weight_k, *_) = head_norms
+        (weight_q, eps, _, has_offset), (weight_k, *_) = head_norms
     _rope_store[(len(qkv), triton.cdiv(num_heads + 2 * num_kv, heads))](
         qkv, query, keys, values, view.place, view.position, qkv if cos is None else cos,
         qkv if sin is None else sin, weight_q, weight_k, qkv.stride(0), keys.stride(0), eps,
         H=num_heads, K=num_kv, D=size, HALF=0 if cos is None else cos.shape[1],
-        HAS_NORMS=head_norms is not None, PAGE=page_size, HEADS=heads, BLOCK=block, num_warps=4,
-        **FUSED,
+        HAS_NORMS=head_norms is not None, HAS_OFFSET=has_offset, PAGE=page_size, HEADS=heads,
+        BLOCK=block, num_warps=4, **FUSED,
     )  # fmt: skip
     return query
 
@@ -134,7 +204,7 @@ def _rope_store(
     qkv_ptr, query_ptr, keys_ptr, values_ptr, place_ptr, position_ptr, cos_ptr, sin_ptr,
     weight_q_ptr, weight_k_ptr, qkv_stride, page_stride, eps, H: tl.constexpr,
     K: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, HAS_NORMS: tl.constexpr,
-    PAGE: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr,
+    HAS_OFFSET: tl.constexpr, PAGE: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Rotate and store HEADS heads of one token, of queries, keys or values."""
     dtype = query_ptr.dtype.element_ty
@@ -152,11 +222,12 @@ def _rope_store(
     if HAS_NORMS:
         scale = tl.rsqrt(tl.sum(x * x, 1) / D + eps)[:, None]
         weight_ptr = tl.where(head < H, weight_q_ptr + d, weight_k_ptr + d)
-        x = _scaled(x, scale, tl.load(weight_ptr, mask=is_head, other=0.0), dtype).to(tl.float32)
+        weight = tl.load(weight_ptr, mask=is_head, other=0.0)
+        x = _scaled(x, scale, weight, dtype, HAS_OFFSET).to(tl.float32)
         if HALF > 0:
             weight_ptr += partner - d
             weight = tl.load(weight_ptr, mask=is_head & rotates, other=0.0)
-            y = _scaled(y, scale, weight, dtype).to(tl.float32)
+            y = _scaled(y, scale, weight, dtype, HAS_OFFSET).to(tl.float32)
     if HALF > 0:
         angle = tl.load(position_ptr + token).to(tl.int64) * HALF + d % HALF
         cos = tl.load(cos_ptr + angle, mask=rotates, other=1.0).to(tl.float32)
