@@ -50,7 +50,8 @@ def serve_states(model: PreTrainedModel) -> list[int]:
     # It advises packages in place of functions that are hardly used here.
     logging.getLogger("transformers.integrations.hub_kernels").setLevel(logging.ERROR)
     for module in _with_state(model):
-        home, own = sys.modules[type(module).__module__], None
+        home = sys.modules[type(module).__module__]
+        own: Any = None
         separate = lambda kind, layers: one_by_one(layers)  # noqa: E731
         try:
             if hasattr(home, "torch_chunk_gated_delta_rule"):
