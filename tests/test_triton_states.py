@@ -114,7 +114,7 @@ def test_random_forwards_equal_whole_rows(heads, key_heads, has_beta, max_q):
     mixed, out = rows.wanted()
     at, lowest = np.zeros(SLOTS, np.int64), np.zeros(SLOTS, np.int64)
     compared, wrong = 0, 0
-    for _ in range(10):
+    for _ in range(24):
         fed, right = [], []
         texts = rows.texts.clone()
         for slot in range(SLOTS):
