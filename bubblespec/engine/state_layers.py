@@ -37,7 +37,7 @@ class GatedDelta:
         """Raise AttributeError for a module that has other parts."""
         self.module = m = module
         self.is_paired = hasattr(m, "in_proj_qkvz")  # products of each key head lie together
-        names = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
+        names: tuple[str, ...] = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
         if self.is_paired:
             names = ("in_proj_qkvz", "in_proj_ba")
         elif hasattr(m, "q_proj"):
@@ -126,7 +126,7 @@ def recurrence(
     if not isinstance(packing, SequencePacking):
         windows = packing.windows
         qk, v, rates = (windows.padded(of) for of in (qk, v, rates))
-        how = {"scale": scale, "is_unit": is_unit}
+        how: Any = {"scale": scale, "is_unit": is_unit}
         return windows.packed(advance(packing, layer, qk, v, *rates.unbind(1), **how))
     q, k = split(qk, v.shape[1], scale, is_unit)
     v = v.to(q.dtype)
@@ -161,7 +161,7 @@ def _whole(packing: SequencePacking, q, k, v, log_decay, beta) -> torch.Tensor:
         state, outs = None, []
         for begin in range(0, length, CHUNK):
             part = slice(begin, min(begin + CHUNK, length))
-            own = [of if of is None else of[:, :, part] for of in fed]
+            own: Any = [of if of is None else of[:, :, part] for of in fed]
             out, d, sums = torch_states.window(state, *own)
             outs.append(out)
             if part.stop < length:
