@@ -114,7 +114,7 @@ def test_random_forwards_equal_whole_rows(heads, key_heads, has_beta, max_q):
     mixed, out = rows.wanted()
     at, lowest = np.zeros(SLOTS, np.int64), np.zeros(SLOTS, np.int64)
     compared, wrong = 0, 0
-    for _ in range(10):
+    for _ in range(24):
         fed, right = [], []
         texts = rows.texts.clone()
         for slot in range(SLOTS):
@@ -143,3 +143,18 @@ def test_random_forwards_equal_whole_rows(heads, key_heads, has_beta, max_q):
             assert_near(other[:count], out[slot, part])
             compared += count
     assert compared > 40 and wrong > 4
+
+
+@pytest.mark.parametrize("has_beta", [True, False])
+def test_bits_do_not_depend_on_the_cut_into_windows(has_beta):
+    whole, apart = (Rows(2, 1, has_beta, 0) for _ in "ab")
+    ((mixed, out),) = whole.feed([(1, 0, 11, 11)], 16)
+    begin, found = 0, []
+    for count in (1, 5, 1, 4):
+        found += apart.feed([(1, begin, count, count)], 2)
+        begin += count
+    assert torch.equal(mixed, torch.cat([of for of, _ in found]))
+    assert torch.equal(out, torch.cat([of for _, of in found]))
+    ((_, wrong),) = apart.feed([(1, begin - 4, 4, 4)], 4, apart.texts + 1)  # and these again
+    ((_, again),) = apart.feed([(1, begin - 4, 4, 4)], 4)
+    assert torch.equal(again, out[-4:]) and not torch.equal(wrong, again)

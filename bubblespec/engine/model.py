@@ -198,7 +198,7 @@ def of_layers(config: PreTrainedConfig, name: str, default: Any = None) -> list[
     return [default if value is None else value for value in values]
 
 
-def state_layers(model: PreTrainedModel) -> list[int]:
+def state_layers(model: torch.nn.Module) -> list[int]:
     """Return the numbers of the layers with a state, which `prepare_model` has found."""
     return vars(model).get(STATE_LAYERS, [])
 
