@@ -21,6 +21,7 @@ from bubblespec.engine.engine import Engine
 from bubblespec.engine.forward import ModelForward
 from bubblespec.engine.kv_cache import PAGE, CachePacking, KVCache, pack_rows
 from bubblespec.engine.ops import ops_for
+from bubblespec.engine.ops.softmax import AttentionOptions
 from bubblespec.engine.pages import Pages
 from bubblespec.engine.sampling import Noise, sample, stream_counters, stream_keys
 from bubblespec.tools.simulate.roofline import GPUS, HOST_S, SAMPLE_S
@@ -161,7 +162,8 @@ def attention_call(
     if bench.has_graphs:
         use_tiles(packing, heads // kv_heads)
     attend = ops_for(bench.device, bench.dtype).attend
-    return torch.inference_mode()(partial(attend, query, packing, layer, size**-0.5))
+    options = AttentionOptions(size**-0.5)
+    return torch.inference_mode()(partial(attend, query, packing, layer, options))
 
 
 def use_tiles(packing: CachePacking, fold: int) -> None:

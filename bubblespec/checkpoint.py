@@ -32,9 +32,9 @@ from bubblespec.config import Config, flatten, resume_classes
 from bubblespec.config.file import config_to_yaml, load_config
 from bubblespec.config.keys import EXACT, ROUNDING
 from bubblespec.distributed.ranks import Ranks
-from bubblespec.engine.model import HEADS
 from bubblespec.errors import InputError, log, one_line
 from bubblespec.folders import flush, has_content, keep_aside, lock
+from bubblespec.types import HEADS
 
 STATE_FILE = "trainer_state.json"
 SUMS_FILE = "SHA256SUMS"

@@ -41,10 +41,9 @@ from bubblespec.data.prompts import (
 )
 from bubblespec.data.rows import IS_POINTER, POINTER, is_pointer, load_rows
 from bubblespec.data.schedule import PromptSet
-from bubblespec.engine.model import HEADS
 from bubblespec.errors import InputError, log, one_line
 from bubblespec.learn.lora import add_adapter
-from bubblespec.types import Prompt
+from bubblespec.types import HEADS, Prompt
 
 HUB_TIMEOUT_S = 5.0
 CLEANS_UP_ANYWAY = "clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output"

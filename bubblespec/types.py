@@ -7,6 +7,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+HEADS = "_bubblespec_heads"  # of a model: tensors of its heads that predict further tokens, by name
+
 
 class SampleId(NamedTuple):
     """Id of a response and, with the run's seed, the key of its noise.

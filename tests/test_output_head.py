@@ -13,10 +13,10 @@ from test_update import gradient, make_config, make_samples, oracle
 from transformers import AutoModelForCausalLM
 
 from bubblespec.engine.batch import SamplingParams
-from bubblespec.engine.comparison import replace_norms
 from bubblespec.engine.engine import Engine
 from bubblespec.engine.model import output_head
 from bubblespec.engine.model_checks import prepare_model
+from bubblespec.engine.norms import replace_norms
 from bubblespec.engine.runner import ModelRunner
 from bubblespec.mechanisms.drafter.mechanism import DrafterRunner
 from bubblespec.types import Row, SampleId

@@ -8,6 +8,7 @@ import torch
 
 from bubblespec.engine import state_layers
 from bubblespec.engine.batch import SamplingParams
+from bubblespec.engine.decoder import is_like_llama, is_written_out
 from bubblespec.engine.model import forward_hidden, pack_sequences
 from bubblespec.engine.model_checks import prepare_model
 from bubblespec.engine.ops import torch_states as ops
@@ -138,3 +139,11 @@ def test_installed_kernel_of_whole_sequences_is_given_their_borders(monkeypatch)
     found = state_layers.recurrence(pack_sequences(lengths, packed[0].device), 0, *packed)
     assert 0 < (found - wanted).abs().max() < 0.02 * wanted.abs().max()  # bfloat16
     assert calls == [(1.0, *[torch.bfloat16] * 3, *[torch.float64] * 2)]
+
+
+@pytest.mark.parametrize("name", ["qwen3_5", "qwen3_next_dense", "olmo_hybrid", "lfm2"])
+def test_layers_are_written_out(name):
+    """And so faster than transformers' modules, which serve all others."""
+    model = build(*HYBRIDS[name])
+    prepare_model(model, 200)
+    assert is_written_out(model) and not is_like_llama(model)

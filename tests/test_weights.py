@@ -13,9 +13,9 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from bubblespec.config import ModelConfig, OptimConfig
 from bubblespec.distributed.ranks import Ranks
 from bubblespec.engine.batch import SamplingParams
-from bubblespec.engine.comparison import CentredNorm, OffsetRMSNorm, RMSNorm, replace_norms
 from bubblespec.engine.decoder import Decoder, stacked
 from bubblespec.engine.model_checks import prepare_model
+from bubblespec.engine.norms import CentredNorm, OffsetRMSNorm, RMSNorm, replace_norms
 from bubblespec.engine.weights import join, stack, stacks_of, version_of
 from bubblespec.learn.lora import add_adapter
 from bubblespec.learn.optimizer import Optimizer

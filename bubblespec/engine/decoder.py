@@ -19,9 +19,9 @@ from typing import Any, NamedTuple
 import torch
 from transformers import PreTrainedModel
 
-from bubblespec.engine.comparison import norm_of
 from bubblespec.engine.kv_cache import CachePacking
-from bubblespec.engine.model import body_of, layer_heads, state_layers
+from bubblespec.engine.model import STATE_LAYERS, body_of, layer_heads
+from bubblespec.engine.norms import norm_of
 from bubblespec.engine.ops import ops_for
 from bubblespec.engine.ops.softmax import AttentionOptions
 from bubblespec.engine.ops.view import Norm
@@ -163,7 +163,7 @@ def is_written_out(model: torch.nn.Module) -> bool:
 
 def is_like_llama(model: torch.nn.Module) -> bool:
     """Whether a model is written out, and has no layers with a state."""
-    return is_written_out(model) and not state_layers(model)
+    return is_written_out(model) and not vars(model).get(STATE_LAYERS)
 
 
 def stacked(model: PreTrainedModel) -> ProductOf:
@@ -199,7 +199,8 @@ def _layer(layer: Any, config: Any, product_of: ProductOf) -> Layer:
     middle = norm_of(_part(layer, "post_attention_layernorm", "ffn_norm"))
     is_after = hasattr(layer, "post_feedforward_layernorm")
     gate_up: tuple[str, ...] = ("gate_proj", "up_proj") if hasattr(mlp, "up_proj") else ("w1", "w3")
-    gate_up = ("gate_up_proj",) if hasattr(mlp, "gate_up_proj") else gate_up
+    if hasattr(mlp, "gate_up_proj"):
+        gate_up = ("gate_up_proj",)
     return Layer(
         before_mixer=_norm_if_any(layer, "input_layernorm", "operator_norm"),
         mixer=mixer or _attention(layer.self_attn, config, product_of),

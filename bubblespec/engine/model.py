@@ -39,7 +39,6 @@ from bubblespec.errors import InputError
 # Attributes of a model: what computes whole sequences in place of its modules, and whether layers
 # are computed again in the backward pass.
 OWN_HIDDEN, HAS_CHECKPOINTS = "_bubblespec_own_hidden", "_bubblespec_has_checkpoints"
-HEADS = "_bubblespec_heads"  # tensors of heads that predict further tokens, by name
 STATE_LAYERS = "_bubblespec_state_layers"  # numbers of layers with a state
 # Kinds in a configuration's `layer_types` that have no keys and values.
 WITHOUT_ATTENTION = {"linear_attention", "conv", "moe", "mlp"}

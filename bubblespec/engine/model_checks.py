@@ -23,7 +23,6 @@ from bubblespec.engine.comparison import (
     over_cache,
     own_forward,
     random_tokens,
-    replace_norms,
 )
 from bubblespec.engine.decoder import IS_WRITTEN_OUT, Decoder, is_like_llama, stacked
 from bubblespec.engine.model import (
@@ -37,6 +36,7 @@ from bubblespec.engine.model import (
     pack_sequences,
     state_layers,
 )
+from bubblespec.engine.norms import replace_norms
 from bubblespec.engine.ops import LAYERS, TYPES, has_kernels
 from bubblespec.engine.ops.softmax import AttentionOptions
 from bubblespec.engine.recurrent import serve_states

@@ -13,7 +13,7 @@ import logging
 import sys
 from collections.abc import Callable, Iterator
 from types import MethodType
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -50,7 +50,8 @@ def serve_states(model: PreTrainedModel) -> list[int]:
     # It advises packages in place of functions that are hardly used here.
     logging.getLogger("transformers.integrations.hub_kernels").setLevel(logging.ERROR)
     for module in _with_state(model):
-        home, own = sys.modules[type(module).__module__], cast(Any, None)
+        home = sys.modules[type(module).__module__]
+        own: Any = None
         separate = lambda kind, layers: one_by_one(layers)  # noqa: E731
         try:
             if hasattr(home, "torch_chunk_gated_delta_rule"):

@@ -16,16 +16,15 @@ from typing import Any
 import torch
 from torch.nn.functional import silu
 
-from bubblespec.engine.comparison import norm_of
 from bubblespec.engine.kv_cache import CachePacking
 from bubblespec.engine.model import SequencePacking
+from bubblespec.engine.norms import norm_of
 from bubblespec.engine.ops import ops_for, torch_ops, torch_states
 from bubblespec.engine.states import advance, convolve, split
 from bubblespec.engine.weights import ProductOf
 
 Packing = CachePacking | SequencePacking
 Mixer = Callable[[torch.Tensor, Packing], torch.Tensor]
-
 
 CHUNK = 64  # tokens of whole sequences that are computed at once
 
@@ -89,10 +88,8 @@ class ShortConvolution:
     def __call__(self, h: torch.Tensor, packing: Packing) -> torch.Tensor:
         """Return [N, C] of normed states [N, C]."""
         before, behind, x = self.product(h).chunk(3, -1)
-        return self.out(
-            behind
-            * convolution(packing, self.number, before * x, self.conv.weight[:, 0], self.conv.bias)
-        )
+        weight, bias = self.conv.weight[:, 0], self.conv.bias
+        return self.out(behind * convolution(packing, self.number, before * x, weight, bias))
 
 
 def convolution(
@@ -126,7 +123,7 @@ def recurrence(
     if not isinstance(packing, SequencePacking):
         windows = packing.windows
         qk, v, rates = (windows.padded(of) for of in (qk, v, rates))
-        how: Any = {"scale": scale, "is_unit": is_unit}
+        how: dict = {"scale": scale, "is_unit": is_unit}
         return windows.packed(advance(packing, layer, qk, v, *rates.unbind(1), **how))
     q, k = split(qk, v.shape[1], scale, is_unit)
     v = v.to(q.dtype)
@@ -152,7 +149,7 @@ def _whole(packing: SequencePacking, q, k, v, log_decay, beta) -> torch.Tensor:
     groups, packed_order = packing.groups
     found = []
     for count, length, gather, keep in groups:
-        fed = [
+        fed: Any = [
             of
             if of is None
             else of.index_select(0, gather).unflatten(0, (count, length)).transpose(1, 2)

@@ -10,7 +10,7 @@ from transformers.models.qwen2 import modeling_qwen2 as qwen2
 from transformers.models.qwen2_moe import modeling_qwen2_moe as qwen2_moe
 from transformers.models.qwen3_moe import modeling_qwen3_moe as qwen3_moe
 
-from bubblespec.engine.comparison import replace_norms
+from bubblespec.engine.norms import replace_norms
 
 VOCAB = 97
 NO_ENDS = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": 0}

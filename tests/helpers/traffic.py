@@ -21,8 +21,8 @@ from bubblespec.config import Config, LossConfig, ModelConfig, OptimConfig, Roll
 from bubblespec.distributed.ranks import Ranks
 from bubblespec.engine import attention, comparison, ops, trained
 from bubblespec.engine.batch import SamplingParams
-from bubblespec.engine.comparison import replace_norms
 from bubblespec.engine.model import OWN_HIDDEN, OutputHead
+from bubblespec.engine.norms import replace_norms
 from bubblespec.learn.learner import Learner
 from bubblespec.learn.microbatch import pack_responses
 from bubblespec.learn.optimizer import Optimizer, _copy_masters
