@@ -114,7 +114,7 @@ def test_random_forwards_equal_whole_rows(heads, key_heads, has_beta, max_q):
     mixed, out = rows.wanted()
     at, lowest = np.zeros(SLOTS, np.int64), np.zeros(SLOTS, np.int64)
     compared, wrong = 0, 0
-    for _ in range(24):
+    for _ in range(14):
         fed, right = [], []
         texts = rows.texts.clone()
         for slot in range(SLOTS):
@@ -142,7 +142,7 @@ def test_random_forwards_equal_whole_rows(heads, key_heads, has_beta, max_q):
             assert_near(one[:count], mixed[slot, part])
             assert_near(other[:count], out[slot, part])
             compared += count
-    assert compared > 40 and wrong > 4
+    assert compared > 30 and wrong > 4
 
 
 @pytest.mark.parametrize("has_beta", [True, False])
