@@ -289,7 +289,7 @@ def test_cuda_kernels_take_heads_of_one_size(name, sizes):
 
 def test_failure_in_forward_of_one_row_is_found():
     """Generation ends with one row, so such a failure must be found before the run."""
-    model = build("Granite", GQA)  # its modules generate
+    model = build("Phi", GQA)  # its modules generate
 
     def fail(module, args):
         if args[0].shape[1] == 1:
