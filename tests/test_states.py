@@ -123,8 +123,9 @@ def test_installed_kernel_of_whole_sequences_is_given_their_borders(monkeypatch)
     """A stand-in for flash-linear-attention, which computes each sequence alone."""
     lengths, calls = [CHUNK + 9, 1, 5], []
     _, *fed = random_window(sum(lengths), True)
-    packed = [of[0].transpose(0, 1) for of in fed]
-    wanted = state_layers.recurrence(pack_sequences(lengths, packed[0].device), 0, *packed)
+    q, k, v, *rates = (of[0].transpose(0, 1) for of in fed)
+    packed = torch.stack((q, k), 1), v, torch.stack(rates, 1)
+    wanted = state_layers.recurrence(pack_sequences(lengths, v.device), 0, *packed)
 
     def kernel(q, k, v, g, beta, *, scale, cu_seqlens):
         calls.append((scale, q.dtype, k.dtype, v.dtype, g.dtype, beta.dtype))
@@ -136,7 +137,7 @@ def test_installed_kernel_of_whole_sequences_is_given_their_borders(monkeypatch)
         return torch.cat(outs, 1), None
 
     monkeypatch.setattr(state_layers, "delta_kernel", lambda device: kernel)
-    found = state_layers.recurrence(pack_sequences(lengths, packed[0].device), 0, *packed)
+    found = state_layers.recurrence(pack_sequences(lengths, v.device), 0, *packed)
     assert 0 < (found - wanted).abs().max() < 0.02 * wanted.abs().max()  # bfloat16
     assert calls == [(1.0, *[torch.bfloat16] * 3, *[torch.float64] * 2)]
 

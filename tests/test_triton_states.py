@@ -2,6 +2,7 @@
 on a GPU, or in triton's interpreter, which shows neither races nor missing barriers."""
 
 import os
+from functools import partial
 
 import numpy as np
 import pytest
@@ -101,8 +102,7 @@ class Rows:
         return mixed, out.transpose(1, 2)
 
 
-def assert_near(found: torch.Tensor, wanted: torch.Tensor) -> None:
-    torch.testing.assert_close(found.double().cpu(), wanted.double(), rtol=2e-5, atol=2e-5)
+near = partial(torch.testing.assert_close, rtol=2e-5, atol=2e-5, check_dtype=False)
 
 
 @pytest.mark.parametrize(
@@ -114,7 +114,7 @@ def test_random_forwards_equal_whole_rows(heads, key_heads, has_beta, max_q):
     mixed, out = rows.wanted()
     at, lowest = np.zeros(SLOTS, np.int64), np.zeros(SLOTS, np.int64)
     compared, wrong = 0, 0
-    for _ in range(24):
+    for _ in range(14):
         fed, right = [], []
         texts = rows.texts.clone()
         for slot in range(SLOTS):
@@ -134,15 +134,13 @@ def test_random_forwards_equal_whole_rows(heads, key_heads, has_beta, max_q):
             if num_fed:
                 lowest[slot] = start + (num_fed - 1) // WINDOW * WINDOW
                 at[slot] = start + num_right
-        if not fed:
-            continue
-        found = rows.feed(fed, max_q, texts)
+        found = rows.feed(fed, max_q, texts) if fed else ()
         for (slot, start, _, _), count, (one, other) in zip(fed, right, found, strict=True):
             part = slice(start, start + count)
-            assert_near(one[:count], mixed[slot, part])
-            assert_near(other[:count], out[slot, part])
+            near(one[:count].cpu(), mixed[slot, part])
+            near(other[:count].cpu(), out[slot, part])
             compared += count
-    assert compared > 40 and wrong > 4
+    assert compared > 30 and wrong > 4
 
 
 @pytest.mark.parametrize("has_beta", [True, False])
