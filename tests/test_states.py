@@ -148,3 +148,10 @@ def test_layers_are_written_out(name):
     model = build(*HYBRIDS[name])
     prepare_model(model, 200)
     assert is_written_out(model) and not is_like_llama(model)
+
+
+def test_layer_that_differs_from_what_is_written_out_is_refused(monkeypatch):
+    """Training computes it as well, so transformers' modules cannot take its place."""
+    monkeypatch.setattr(ops, "unit", lambda x: x)
+    with pytest.raises(ValueError, match="logits through packed sequences differ"):
+        prepare_model(build(*HYBRIDS["qwen3_5"]), 200)
