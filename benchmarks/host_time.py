@@ -103,7 +103,9 @@ class KnownText(Runner):
     def reset(self) -> None:
         """Nothing is kept."""
 
-    def share(self, source: np.ndarray, target: np.ndarray, length: np.ndarray) -> None:
+    def share(
+        self, source: np.ndarray, target: np.ndarray, length: np.ndarray, states: np.ndarray
+    ) -> None:
         pass
 
 

@@ -58,6 +58,9 @@ COLUMNS = {
 }
 
 
+SHAPE = Model._fields[:-1]  # columns of a model without states
+
+
 class Case(NamedTuple):
     """A measured forward."""
 
@@ -140,14 +143,12 @@ def _case(line: dict[str, str]) -> Case:
 
 def _shape(line: dict[str, str]) -> Model:
     """Return the shape by columns, or by the model's name."""
-    if all(line.get(name) for name in Model._fields):
-        return Model(*(int(line[name]) for name in Model._fields))
+    if all(line.get(name) for name in SHAPE):
+        return Model(*(int(line[name]) for name in SHAPE))
     name = line["model"].rsplit("/", 1)[-1].lower().removesuffix("-instruct").removesuffix("-hf")
     name = name.removeprefix("qwen2.5-").removeprefix("meta-")
     if name not in MODELS:
-        raise InputError(
-            f"unknown model {line['model']!r}; give the columns {', '.join(Model._fields)}"
-        )
+        raise InputError(f"unknown model {line['model']!r}; give the columns {', '.join(SHAPE)}")
     return MODELS[name]
 
 

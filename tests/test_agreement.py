@@ -239,7 +239,7 @@ class Changed:
 
 
 def repeat_first_page(arguments: list) -> None:
-    arguments[6] = arguments[6][:, :1].expand_as(arguments[6]).contiguous()
+    arguments[7] = arguments[7][:, :1].expand_as(arguments[7]).contiguous()
 
 
 FAULTS = {

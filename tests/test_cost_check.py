@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from benchmarks import fit_roofline, measured_costs
-from benchmarks.measured_costs import predict, read_cases
+from benchmarks.measured_costs import SHAPE, predict, read_cases
 from bubblespec.errors import InputError
-from bubblespec.tools.simulate.roofline import FITTED, MODELS, Model
+from bubblespec.tools.simulate.roofline import FITTED, MODELS
 
 COLUMNS = "model,batch,seq,gamma,mode,mean_ms,median_ms"
 LINES = ["Qwen2.5-7B,0,0,0,target_decode,9.5,9.5", "Qwen2.5-7B,1,256,0,target_decode,9.5,9.53"]
@@ -45,8 +45,8 @@ def test_check_prints_errors_by_model_and_mode(check):
 
 def test_shape_by_columns_equals_known_model(tmp_path):
     path = tmp_path / "measured.csv"
-    columns = f"{COLUMNS},{','.join(Model._fields)},gpu,ranks,engine,shared"
-    shape = ",".join(map(str, MODELS["7b"]))
+    columns = f"{COLUMNS},{','.join(SHAPE)},gpu,ranks,engine,shared"
+    shape = ",".join(map(str, MODELS["7b"][: len(SHAPE)]))
     path.write_text(f"{columns}\nMine,4,512,0,target_decode,,5.0,{shape},h100,2,bubblespec,0\n")
     (case,), _ = read_cases(str(path))
     assert case.shape == MODELS["7b"]

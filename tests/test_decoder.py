@@ -20,8 +20,8 @@ from tests.helpers.models import ARCHITECTURES, GQA, VOCAB, config_of, random_mo
 
 LENGTH, NUM_TOKENS = 48, 12
 GREEDY = SamplingParams(temperature=0.0)
-LIKE_LLAMA = {"llama", "mistral-window", "qwen2", "qwen3", "phi3", "smollm3", "olmo2"}
-OTHERS = {"gemma", "mixtral", "gpt2", "cohere"}
+LIKE_LLAMA = {"llama", "mistral-window", "qwen2", "qwen3", "phi3", "smollm3", "olmo2", "gemma"}
+OTHERS = {"mixtral", "gpt2", "cohere"}
 KINDS = SERVED | ARCHITECTURES | {"cohere": ("Cohere", GQA)}
 NO_ROTATION = {"layer_types": ["full_attention"] * 2}  # of Cohere 2, which rotates in float32
 KINDS["smollm3"] = "SmolLM3", {**GQA, "no_rope_layer_interval": 2}  # its last layer rotates nothing

@@ -34,7 +34,7 @@ KINDS = ARCHITECTURES | {
     "granite_swa": SCORES["granite_swa"],
     "llama4": ("Llama4Text", SCORES["llama4"][1] | {"moe_layers": []}),
 }
-MODULES = ("gemma", "deepseek", "gemma2", "granite_swa", "llama4")  # not written out
+MODULES = ("deepseek", "gemma2", "granite_swa", "llama4")  # not written out
 SIZES = {"max_length": LENGTH, "seed": SEED}
 ONE_LAYER = {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1}
 PAGED = SIZES | {"max_num_batched_tokens": 16, "page_size": 16}

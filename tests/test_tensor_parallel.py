@@ -152,13 +152,13 @@ def test_model_failing_in_shards_is_refused(make_model, failing):
     def check(tp):
         own = copy.deepcopy(model)
         if tp.rank in failing:
-            own.model.layers[1].self_attn.layer_idx = "one"
+            own.model.layers[1].self_attn.scaling = "one"
         with pytest.raises(TPUnsupported) as error:
             make_runner(own, 2, LONGEST, 0, tp=tp).forward.check()
         return str(error.value).partition(" in shards fails: ")[2]
 
     first, second = run_together(2, check)
-    assert first == second and first.startswith("TypeError: '>=' not supported")
+    assert first == second and first.startswith("TypeError: scaled_dot_product_attention")
 
 
 # Sampling

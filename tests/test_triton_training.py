@@ -129,7 +129,7 @@ def hidden_and_gradients(compute, model, lengths: list[int]):
     return hidden.detach(), named
 
 
-@pytest.mark.parametrize("name", sorted(LIKE_LLAMA))
+@pytest.mark.parametrize("name", sorted(LIKE_LLAMA - {"gemma"}))
 def test_layers_and_gradients_equal_those_of_modules(monkeypatch, name):
     """With checkpoints, too; among the weights are biases, and norms of heads."""
     model, lengths = build(name, torch.float32), [5, 1, 12]  # beyond a window of 7

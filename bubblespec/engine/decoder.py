@@ -198,7 +198,7 @@ def _layer(layer: Any, config: Any, product_of: ProductOf) -> Layer:
     # A norm of this name comes before the MLP, or in families with others after the attention.
     middle = norm_of(_part(layer, "post_attention_layernorm", "ffn_norm"))
     is_after = hasattr(layer, "post_feedforward_layernorm")
-    gate_up: tuple[str, ...] = ("gate_proj", "up_proj") if hasattr(mlp, "up_proj") else ("w1", "w3")
+    gate_up: tuple[str, ...] = ("w1", "w3") if hasattr(mlp, "w1") else ("gate_proj", "up_proj")
     if hasattr(mlp, "gate_up_proj"):
         gate_up = ("gate_up_proj",)
     return Layer(

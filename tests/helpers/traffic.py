@@ -19,7 +19,7 @@ os.environ.setdefault("TRITON_INTERPRET", "1")
 from benchmarks.gpu_bench import SHAPE_KEYS, SHAPES
 from bubblespec.config import Config, LossConfig, ModelConfig, OptimConfig, RolloutConfig
 from bubblespec.distributed.ranks import Ranks
-from bubblespec.engine import attention, comparison, ops, trained
+from bubblespec.engine import attention, norms, ops, trained
 from bubblespec.engine.batch import SamplingParams
 from bubblespec.engine.model import OWN_HIDDEN, OutputHead
 from bubblespec.engine.norms import replace_norms
@@ -146,7 +146,7 @@ def count(num_layers: int, has_kernels: bool) -> Traffic:
 
     with ExitStack() as stack:
         stack.enter_context(patch.dict(attention.KERNELS, varlen=attend))
-        stack.enter_context(patch.object(comparison, "rms_norm", normed))
+        stack.enter_context(patch.object(norms, "rms_norm", normed))
         stack.enter_context(patch.object(GridExecutor, "__call__", launch))
         if has_kernels:
             stack.enter_context(patch.object(ops, "DEVICES", ("meta",)))
@@ -165,7 +165,7 @@ def count(num_layers: int, has_kernels: bool) -> Traffic:
 
 def replace_norms_of_meta(model) -> None:
     """Do what `replace_norms` does; on a meta device it cannot compare."""
-    with patch.object(comparison, "computes_norm", lambda module, norm: True):
+    with patch.object(norms, "computes_norm", lambda module, norm: True):
         replace_norms(model)
 
 
