@@ -82,7 +82,7 @@ def save_checkpoint(
             shutil.rmtree(temporary, ignore_errors=True)
             os.makedirs(temporary)
             heads = vars(model).get(HEADS)
-            state_dict = model.state_dict() | heads if heads else None
+            state_dict = heads | model.state_dict() if heads else None
             model.save_pretrained(temporary, state_dict=state_dict)
             tokenizer.save_pretrained(temporary)
             add_old_keys(temporary, type(model.config).from_dict)

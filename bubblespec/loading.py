@@ -51,14 +51,13 @@ EPOCH = datetime(1970, 1, 1)
 # What templates are given with each chat.
 SET_ANYWAY = {"messages", "tools", "add_generation_prompt", "continue_final_message"}
 TASKS_SEED, HELD_OUT_SEED = 1, 501  # of problems made from data.tasks
+PREDICTS = re.compile(r"(^|\.)mtp(_layers)?\.")  # in names of heads that predict further tokens
 # Tensors that a policy may leave out beside those that its class in transformers names: heads that
 # predict further tokens, parts for other input than text, and constants that are computed instead.
 EXTRAS = re.compile(
-    r"(^|\.)(mtp(_layers)?|visual|(vision|audio)_\w+|multi_modal_projector)\."
+    rf"{PREDICTS.pattern}|(^|\.)(visual|(vision|audio)_\w+|multi_modal_projector)\."
     r"|\.inv_freq$|(attn|attention)\.(masked_)?bias$"
 )
-
-PREDICTS = re.compile(r"(model\.)?mtp(_layers)?\.")  # names of heads that predict further tokens
 
 BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of an element
 
@@ -194,7 +193,7 @@ def keep_heads(config: Config, model: PreTrainedModel, checkpoint: str | None) -
     for file in sorted(glob.glob(os.path.join(glob.escape(path), "*.safetensors"))):
         with safe_open(file, "pt") as tensors:
             for name in tensors.keys():  # noqa: SIM118  # it is no dict
-                if PREDICTS.match(name) or name.startswith(names):
+                if PREDICTS.search(name) or name.startswith(names):
                     found[name] = tensors.get_tensor(name)
     vars(model)[HEADS] = found
 

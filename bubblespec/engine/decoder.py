@@ -20,7 +20,7 @@ import torch
 from transformers import PreTrainedModel
 
 from bubblespec.engine.kv_cache import CachePacking
-from bubblespec.engine.model import STATE_LAYERS, body_of, layer_heads
+from bubblespec.engine.model import body_of, layer_heads, state_layers
 from bubblespec.engine.norms import norm_of
 from bubblespec.engine.ops import ops_for
 from bubblespec.engine.ops.softmax import AttentionOptions
@@ -97,7 +97,9 @@ class Decoder:
     def hidden(self, tokens: torch.Tensor, packing: CachePacking) -> torch.Tensor:
         """Return the last hidden states [N, C] of packed tokens int64 [N]."""
         ops, residual, x = self.ops, self.embed(tokens), None
-        rotation = ops.rotation(self.tables(packing.cache.slot_length), packing)
+        rotation = None
+        if self.rotary_emb is not None:
+            rotation = ops.rotation(self.tables(packing.cache.slot_length), packing)
         for layer in self.layers:
             h = self._add_norm(x, residual, layer.before_mixer)
             if isinstance(layer.mixer, Attention):
@@ -146,10 +148,6 @@ class Decoder:
         if self._tables is None or len(self._tables[0]) < length:
             weight = self.norm.weight
             position = torch.arange(length, device=weight.device)[None]
-            if self.rotary_emb is None:  # nothing is rotated
-                nothing = weight.new_zeros(length, 0)
-                self._tables = nothing, nothing
-                return self._tables
             cos, sin = self.rotary_emb(weight[None, None], position)
             half = cos.shape[-1] // 2
             self._tables = cos[0, :, :half].contiguous(), sin[0, :, :half].contiguous()
@@ -163,7 +161,7 @@ def is_written_out(model: torch.nn.Module) -> bool:
 
 def is_like_llama(model: torch.nn.Module) -> bool:
     """Whether a model is written out, and has no layers with a state."""
-    return is_written_out(model) and not vars(model).get(STATE_LAYERS)
+    return is_written_out(model) and not state_layers(model)
 
 
 def stacked(model: PreTrainedModel) -> ProductOf:
@@ -221,11 +219,11 @@ def _attention(attention: Any, config: Any, product_of: ProductOf) -> Attention:
     names = ("qkv_proj",) if hasattr(attention, "qkv_proj") else ("q_proj", "k_proj", "v_proj")
     qkv = tuple(getattr(attention, name) for name in names)
     out = _part(attention, "o_proj", "out_proj")
-    sizes = [linear_of(of) for of in (qkv[0], out)]
+    num_queries, num_attended = linear_of(qkv[0]).out_features, linear_of(out).in_features
     return Attention(
         number=attention.layer_idx,
         qkv=product_of("qkv", qkv),
-        has_gate=sizes[0].out_features == 2 * sizes[1].in_features and len(qkv) > 1,
+        has_gate=num_queries == 2 * num_attended and len(qkv) > 1,
         head_norms=None if is_wide else both,
         wide_norms=both if is_wide else None,
         rotates=bool(getattr(attention, "use_rope", True)),

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from bubblespec.engine.batch import Batch, SamplingParams
 from bubblespec.engine.decoder import Decoder, is_written_out, stacked
 from bubblespec.engine.kv_cache import CachePacking
-from bubblespec.engine.model import STATE_LAYERS, forward_hidden, layer_heads, output_head
+from bubblespec.engine.model import forward_hidden, layer_heads, output_head, state_layers
 from bubblespec.engine.ops import ROWS, SAMPLE, STATES, has_kernels, ops_for
 from bubblespec.engine.sampling import Noise, sample
 
@@ -71,7 +71,7 @@ class ModelForward:
         self.memory: WeakSet = WeakSet() if memory is None else memory
         """CUDA graphs with one memory: results are valid until the next replay of any."""
         # The shapes of torch's attention and windows depend on lengths.
-        needed = (ROWS, STATES) if vars(model).get(STATE_LAYERS) else (ROWS,)
+        needed = (ROWS, STATES) if state_layers(model) else (ROWS,)
         has_all = all(has_kernels(*self.type, operation) for operation in needed)
         self.is_eager = enforce_eager or not has_all
         self.reduce = self.ops.best_and_sum

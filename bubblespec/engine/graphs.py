@@ -254,8 +254,9 @@ class GraphPool:
         if self._inputs is None:
             if self.state_size:
                 self.states = self.of.weight().new_zeros(self.shapes[0].tokens, self.state_size)
-            if self.of.decoder is not None:  # some rotary embeddings ask the device
-                self.of.decoder.tables(self.cache.slot_length)
+            decoder = self.of.decoder
+            if decoder is not None and decoder.rotary_emb is not None:  # some ask the device
+                decoder.tables(self.cache.slot_length)
             size = FIELDS * _width(self.shapes[0])  # last, as memory may run out before
             self._inputs = torch.zeros(size, dtype=torch.int32, device=device)
         nothing = np.zeros(1, np.int64)

@@ -60,6 +60,7 @@ def prepare_model(
     Sets evaluation mode for good, and finds the `output_head`. max_length: of prompt plus response,
     in tokens; num_tokens: size of the policy's vocabulary, by default the model's. Returns each
     pair of sizes of key and value heads. Raises ValueError."""
+    vars(model)[STATE_LAYERS] = serve_states(model)
     _check_configuration(model, max_length)
     # For good: the probability ratio compares two forwards of the same weights, so nothing in them
     # may be random.
@@ -122,7 +123,6 @@ def _check_configuration(model: PreTrainedModel, max_length: int) -> None:
         for some in (kinds - KNOWN, kinds & RECURRENT)
     )
     is_recurrent = getattr(model, "_is_stateful", False) or recurrent
-    vars(model)[STATE_LAYERS] = serve_states(model) if is_recurrent else []
     problems = {
         "an encoder-decoder model; the engine serves decoder-only models": getattr(
             config, "is_encoder_decoder", False

@@ -47,12 +47,10 @@ def serve_states(model: PreTrainedModel) -> list[int]:
 
     There are none where a layer is of another kind."""
     numbers = []
-    # It advises packages in place of functions that are hardly used here.
-    logging.getLogger("transformers.integrations.hub_kernels").setLevel(logging.ERROR)
+    separate = lambda kind, layers: one_by_one(layers)  # noqa: E731
     for module in _with_state(model):
         home = sys.modules[type(module).__module__]
         own: Any = None
-        separate = lambda kind, layers: one_by_one(layers)  # noqa: E731
         try:
             if hasattr(home, "torch_chunk_gated_delta_rule"):
                 own = GatedDelta(module, separate)
@@ -71,6 +69,8 @@ def serve_states(model: PreTrainedModel) -> list[int]:
             if not hasattr(function := getattr(home, name), ORIGINAL):
                 setattr(home, name, _replacing(function, compute))
         module.forward = functools.partial(original, **{NUMBER: module.layer_idx})
+    if numbers:  # transformers advises packages in place of functions that are hardly used here
+        logging.getLogger("transformers.integrations.hub_kernels").setLevel(logging.ERROR)
     return sorted(numbers)
 
 

@@ -1,9 +1,10 @@
-"""States of layers that are neither attention nor MLP, beside the cache of keys and values.
+"""Recurrent states of rows, in slots like their keys and values.
 
-A state cannot be rolled back, so it is never ahead: it is that behind the last token known to be
-right. The window of tokens fed last waits beside it. A row's next forward begins behind those of
-them that were right: it adds these to the state first, and then computes its own window from it
-without keeping the result. A rejected token leaves no trace, and nothing is copied.
+A state cannot be rolled back, so it is never ahead: it has taken in only tokens that are known to
+be right. The last window of tokens is stored next to it. How many of these were right is known when
+the row's next forward begins: they are added to the state first. Then the forward computes its own
+window from the state, without keeping the result. So a rejected token leaves no trace, and nothing
+is copied.
 
 A row that feeds more tokens than a window holds feeds a prompt, or tokens that it had before it
 was preempted. All of these are right, so it feeds several windows, one after the other.
@@ -25,8 +26,7 @@ from bubblespec.engine.ops import STATES, has_kernels
 from bubblespec.engine.ops import torch_states as ops
 from bubblespec.engine.ops.view import AttentionMetadata
 
-# Tokens of a window, by device. What waits beside a state takes as much memory as the state at 64
-# tokens for heads of 128.
+# Tokens of a window, by device. With heads of 128 a window of 64 takes as much memory as the state.
 WINDOWS = {"cpu": 64, "cuda": 16}
 SHARED_BYTES = 1 << 28  # that are copied at once
 STANDING = "standing"  # of slots, a tensor that all layers share
@@ -175,7 +175,7 @@ class StateCache:
 
     @property
     def tensors(self) -> list[torch.Tensor]:
-        """Those that exist."""
+        """The tensors that exist."""
         return list(self._tensors.values())
 
     def clear(self) -> None:

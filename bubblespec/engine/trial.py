@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 from bubblespec.engine import ops
 from bubblespec.engine.batch import Plan, RowUpdates, SamplingParams
 from bubblespec.engine.kv_cache import PAGE, SPLIT, KVCache, LayerCache, pack_rows
-from bubblespec.engine.model import WITHOUT_ATTENTION, Heads, layer_heads, layer_kinds, of_layers
+from bubblespec.engine.model import Heads, attention_layers, layer_heads, layer_kinds, of_layers
 from bubblespec.engine.ops import torch_ops
 from bubblespec.engine.ops.softmax import AttentionOptions
 from bubblespec.engine.ops.view import AttentionMetadata, Norm
@@ -66,8 +66,8 @@ def sizes_of(model: PreTrainedModel, has_teacher: bool = False) -> Sizes:
     """Return what kernels are tried with."""
     config: Any = model.config.get_text_config(decoder=True)
     heads = layer_heads(model.config)
-    kinds = [of for of in layer_kinds(model.config) if of not in WITHOUT_ATTENTION]
-    kinds = kinds or ["sliding_attention"] * len(heads)
+    kinds = layer_kinds(model.config) or ["sliding_attention"] * config.num_hidden_layers
+    kinds = [kinds[number] for number in attention_layers(model.config)]
     cap = getattr(config, "attn_logit_softcapping", None)
     options = [
         AttentionOptions(

@@ -1,10 +1,10 @@
 """Layers with a state on a GPU, in Triton.
 
-A row's state is read and written once in a forward, whatever the number of its tokens. A program
-keeps its part of S in registers: it adds the tokens that wait beside it and were right, feeds new
-tokens as torch_states.py writes the rule, and stores S in front of the last window, whose tokens
-wait beside it then. `plan` finds out, once in a forward, what each row feeds; so the host need
-not know where a row stands, and CUDA graphs can capture it all.
+A forward reads and writes a row's state once, whatever the number of its tokens. A program keeps a
+part of S in registers. It adds the tokens of the stored window that were right, feeds the new
+tokens by the rule in torch_states.py, and stores S as it was before the last window, which is
+stored next to it. `plan` finds out once in a forward what each row feeds. So the host need not know
+where a row stands, and CUDA graphs can capture all of it.
 
 Keys that wait are in two halves: a forward reads one and writes the other one, as several programs
 read the same keys. Inputs of a convolution need nothing of this: that of position p is at place p
@@ -34,7 +34,7 @@ EPS = tl.constexpr(1e-6)  # of keys and queries at length 1, see `torch_states.u
 
 
 class Waiting(NamedTuple):
-    """A layer's states, and what waits beside them; W: tokens of a window."""
+    """A layer's states, and the last window of each row; W: tokens of a window."""
 
     matrix: torch.Tensor  # float32 [slots, H, K, V], S
     keys: torch.Tensor  # [slots, 2, G, W, K], as they are fed
@@ -77,7 +77,7 @@ def _plan(
         high = tl.load(first_ptr + other + number + 1, mask=inside, other=0)
         end = tl.maximum(end, tl.max(tl.where(own & (high > low), high, 0), 0))
     count = 0
-    for token in range(begin, end, BLOCK):  # those that are not fed are the last ones
+    for token in range(begin, end, BLOCK):  # tokens that are not fed come last
         place = tl.load(place_ptr + token + number, mask=token + number < end, other=spare)
         count += tl.sum((place < spare).to(tl.int32), 0)
     tl.store(rows_ptr + COUNT, count)
