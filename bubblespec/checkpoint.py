@@ -81,7 +81,7 @@ def save_checkpoint(
         try:
             shutil.rmtree(temporary, ignore_errors=True)
             os.makedirs(temporary)
-            heads = vars(model).get(HEADS)
+            heads = None if config.model.lora_r else vars(model).get(HEADS)
             state_dict = heads | model.state_dict() if heads else None
             model.save_pretrained(temporary, state_dict=state_dict)
             tokenizer.save_pretrained(temporary)

@@ -12,7 +12,8 @@ from bubblespec.engine.model import output_head, pack_sequences
 from bubblespec.engine.model_checks import prepare_model
 from bubblespec.engine.runner import ModelRunner
 from bubblespec.mechanisms.drafter import mechanism as drafter_module
-from bubblespec.mechanisms.drafter.layer import Drafter
+from bubblespec.mechanisms.drafter.eagle3 import Eagle3
+from bubblespec.mechanisms.drafter.layer import HeadDrafter
 from bubblespec.mechanisms.drafter.mechanism import MAX_CHAIN_LENGTH, DrafterRunner
 from bubblespec.types import Row, SampleId
 from tests.helpers.drafter_oracle import (
@@ -22,9 +23,9 @@ from tests.helpers.drafter_oracle import (
     SEED,
     chain_of,
     draft,
+    hidden_of,
     make_drafter,
     make_policy,
-    states_of,
 )
 from tests.helpers.generation import make_runner
 from tests.helpers.graphs import needs_interpreter, stand_in
@@ -65,7 +66,7 @@ class CheckedDrafts:
             assert tokens == [*row.prompt, *self.truth[row.id][: known - len(row.prompt)]]
             base = int(self.runner._base[slot])
             assert 0 <= base < known - 1
-            states = states_of(drafter.policy, tokens[:-1])[base:]
+            states = drafter.combine(hidden_of(drafter.policy, tokens[:-1]))[base:]
             generated = known - len(row.prompt)
             assert chain == chain_of(drafter, states, tokens[base + 1 :], row.id, generated, length)
             self.num_checked += 1
@@ -113,11 +114,17 @@ def short_memory(monkeypatch):
     monkeypatch.setattr(drafter_module, "CONTEXT", 12)
 
 
-@pytest.mark.parametrize("name, max_rows", [*((name, 32) for name in NAMES), ("llama", 4)])
-def test_chains_of_a_batch_equal_chains_of_each_row(monkeypatch, short_memory, name, max_rows):
+CHAINS = [*((name, 32, Eagle3) for name in NAMES), ("llama", 4, Eagle3)]
+CHAINS += [(name, 32, HeadDrafter) for name in ("llama", "qwen3", "qwen3_moe")]
+
+
+@pytest.mark.parametrize("name, max_rows, shape", CHAINS)
+def test_chains_of_a_batch_equal_chains_of_each_row(
+    monkeypatch, short_memory, name, max_rows, shape
+):
     """Rows finish, move, share prompts and are dropped; beyond MAX_ROWS nothing is kept."""
     monkeypatch.setattr(drafter_module, "MAX_ROWS", max_rows)
-    check_chains(name, 64 if max_rows == 32 else 16)
+    check_chains(name, 64 if max_rows == 32 else 16, shape=shape)
 
 
 def chains_of_rows(policy) -> tuple[list, DrafterRunner]:
@@ -146,7 +153,9 @@ def test_chains_by_graphs_equal_eager_chains(monkeypatch):
 test_chains_by_graphs_equal_eager_chains.pytestmark = needs_interpreter
 
 
-def check_chains(name: str, max_num_batched_tokens: int, firsts: tuple[int, ...] = (0, 50)) -> None:
+def check_chains(
+    name: str, max_num_batched_tokens: int, firsts: tuple[int, ...] = (0, 50), shape=Eagle3
+) -> None:
     """Compare every chain of an engine with that of its row alone.
 
     firsts: of the uids of each batch; the engine gives its memory back behind each."""
@@ -154,7 +163,8 @@ def check_chains(name: str, max_num_batched_tokens: int, firsts: tuple[int, ...]
     plain = Engine(ModelRunner(policy, 8, MAX_LENGTH, SEED))
     all_rows = plain.run([row for first in firsts for row in make_rows(4, 3, first)], PARAMS)
     truth = {row.id: row.tokens.tolist() for row in all_rows}
-    runner = make_engine(policy, 5, max_num_batched_tokens=max_num_batched_tokens)
+    drafter = make_drafter(policy, shape=shape)
+    runner = make_engine(policy, 5, drafter=drafter, max_num_batched_tokens=max_num_batched_tokens)
     engine = runner.engine
     drafts = CheckedDrafts(runner, truth, 0.25 if drafter_module.MAX_ROWS == 32 else 1.0)
     for first in firsts:
@@ -204,7 +214,7 @@ def test_spoilt_weights_draft_known_tokens_or_nothing(value):
 
 def test_head_follows_weights_and_trains_after_a_chain():
     policy = make_policy("llama")
-    drafter = make_drafter(policy)
+    drafter = make_drafter(policy, shape=HeadDrafter)
     state = torch.randn(3, 64, dtype=torch.float64, requires_grad=True)
     with torch.inference_mode():
         drafter.logits(state)
@@ -220,7 +230,7 @@ def test_layer_begins_as_the_last_with_keys_of_its_own():
     kind, options = SERVED["gemma4_shared"]
     policy = build(kind, options)
     prepare_model(policy, MAX_LENGTH)
-    drafter = Drafter(policy, np.arange(12, VOCAB))
+    drafter = HeadDrafter(policy, np.arange(12, VOCAB))
     own, theirs = drafter.body.layers[0].self_attn, policy.model.layers[1].self_attn
     for name, wanted in theirs.named_parameters():
         assert torch.equal(own.get_parameter(name), wanted), name
@@ -229,16 +239,21 @@ def test_layer_begins_as_the_last_with_keys_of_its_own():
     assert states.shape == (5, 64) and states.isfinite().all()
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "mistral-window", "qwen3_moe"])
 def test_layer_begins_as_last_full_attention_layer(name):
     policy = make_policy(name)
-    drafter = Drafter(policy, np.arange(12, VOCAB))
     kinds = getattr(policy.config, "layer_types", None) or ["full_attention"]
     full = [number for number, kind in enumerate(kinds) if kind == "full_attention"]
     number = full[-1] if len(full) < len(kinds) and full else policy.config.num_hidden_layers - 1
-    values = {tensor.detach().numpy().tobytes() for tensor in policy.parameters()}
-    layers = [layer for layer in policy.base_model.children() if hasattr(layer, "__len__")]
-    layer = next(group for group in layers if len(group) == policy.config.num_hidden_layers)
-    ours = {tensor.detach().numpy().tobytes() for tensor in drafter.body.parameters()}
-    assert {t.detach().numpy().tobytes() for t in layer[number].parameters()} <= ours
-    assert len(ours - values) == 1, "its own embedding, which is not used"
+    theirs = policy.model.layers[number].state_dict()
+    of_head = HeadDrafter(policy, np.arange(12, VOCAB)).layer.state_dict()
+    assert of_head.keys() == theirs.keys()
+    assert all(torch.equal(of_head[name], tensor) for name, tensor in theirs.items())
+    drafter = Eagle3(policy, np.arange(12, VOCAB))
+    own = drafter.midlayer.state_dict()
+    assert torch.equal(own["self_attn.o_proj.weight"], theirs["self_attn.o_proj.weight"])
+    assert torch.equal(own["self_attn.k_proj.weight"][:, 64:], theirs["self_attn.k_proj.weight"])
+    assert torch.equal(own["hidden_norm.weight"], theirs["input_layernorm.weight"])
+    if name != "qwen3_moe":
+        assert torch.equal(own["mlp.up_proj.weight"], theirs["mlp.up_proj.weight"])
+    assert torch.equal(drafter.lm_head.weight, policy.lm_head.weight[12:])

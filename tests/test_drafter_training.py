@@ -5,9 +5,11 @@ import pytest
 import torch
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
+from bubblespec.engine.model import tap
 from bubblespec.engine.model_checks import prepare_model
 from bubblespec.mechanisms.drafter import training as drafter_training
-from bubblespec.mechanisms.drafter.layer import Drafter
+from bubblespec.mechanisms.drafter.eagle3 import Eagle3
+from bubblespec.mechanisms.drafter.layer import HeadDrafter
 from bubblespec.mechanisms.drafter.mechanism import MAX_CHAIN_LENGTH
 from bubblespec.mechanisms.drafter.training import (
     EPOCHS,
@@ -24,13 +26,14 @@ from tests.helpers.drafter_oracle import (
     ONE_RANK,
     body,
     head,
+    hidden_of,
     make_batch,
     make_drafter,
     make_examples,
     make_policy,
     make_texts,
     make_training,
-    states_of,
+    teach,
 )
 from tests.helpers.models import VOCAB, everything_in_full_precision
 from tests.test_architectures import SERVED, build
@@ -50,7 +53,7 @@ def test_examples_are_pieces_of_responses_with_context(monkeypatch, llama, piece
     examples = iter(make_examples(llama, sizes))
     for prompt, response in make_texts(sizes):
         whole = np.concatenate((prompt, response))
-        states = states_of(llama, whole[:-1].tolist())
+        states = hidden_of(llama, whole[:-1].tolist())
         for end in range(len(prompt), len(whole), piece):
             example = next(examples)
             begin = end - example.context_length
@@ -81,7 +84,7 @@ def test_step_replaces_a_share_of_examples(monkeypatch, llama):
 
 
 def chain_states(drafter, example: Example, start: int, length: int) -> list[torch.Tensor]:
-    hidden, states = list(example.hidden[: start + 1]), []
+    hidden, states = list(drafter.combine(example.hidden[: start + 1])), []
     for number in range(length):
         states.append(body(drafter, hidden, example.tokens[1 : start + number + 2].tolist()))
         hidden.append(states[-1])
@@ -119,10 +122,11 @@ def test_unrolled_pass_equals_chains_from_all_positions(name, monkeypatch):
                 assert torch.allclose(found, head(drafter, wanted[position]), rtol=0, atol=1e-8)
 
 
+@pytest.mark.parametrize("shape", [Eagle3, HeadDrafter])
 @pytest.mark.parametrize("name", ["llama", "qwen3_moe"])
-def test_gradient_equals_reference_loss(name):
+def test_gradient_equals_reference_loss(name, shape):
     policy = make_policy(name)
-    drafter = make_drafter(policy)
+    drafter = make_drafter(policy, shape=shape)
     training, examples = make_training(drafter), make_examples(policy, SIZES)
     losses = []
     for number in range(PASSES):
@@ -130,7 +134,7 @@ def test_gradient_equals_reference_loss(name):
             for start in starts_of(example):
                 position = start + number
                 if position + 1 < len(example.tokens):
-                    teacher = head(drafter, example.hidden[position + 1]) / 0.8
+                    teacher = teach(drafter, example.hidden[position + 1]) / 0.8
                     teacher = teacher.softmax(-1).detach()
                     state = chain_states(drafter, example, start, number + 1)[-1]
                     said = (head(drafter, state) / 0.8).log_softmax(-1)
@@ -154,7 +158,8 @@ def test_gradient_equals_reference_loss(name):
 def test_training_lowers_loss_and_keeps_policy(dtype):
     policy = make_policy("qwen2", dtype)
     before = {name: tensor.clone() for name, tensor in policy.state_dict().items()}
-    drafter = Drafter(policy, np.arange(12, VOCAB))
+    drafter = Eagle3(policy, np.arange(12, VOCAB))
+    tap(policy, drafter.taps)
     training, examples = make_training(drafter), make_examples(policy, 5 * SIZES)
     loss = training.loss(examples).item()
     warm_up(training, examples, ONE_RANK)

@@ -24,7 +24,7 @@ from bubblespec.learn.learner import Learner
 from bubblespec.learn.lora import add_adapter
 from bubblespec.learn.optimizer import Optimizer
 from bubblespec.mechanisms import Run, functions
-from bubblespec.mechanisms.drafter.layer import Drafter
+from bubblespec.mechanisms.drafter.eagle3 import config_like
 from bubblespec.tools.memory import (
     CARDS,
     changed,
@@ -130,7 +130,7 @@ def test_drafter_has_the_keys_of_its_own_layer():
     config, model = make_config(), build(*SERVED["gemma4_shared"], torch.float32)
     plain = needs_of(config, model, 1)
     config.speculative.method = "drafter"
-    own = memory.kv_bytes(Drafter(model, np.arange(9)).body.config, 4)
+    own = memory.kv_bytes(config_like(model.config), 4)
     assert needs_of(config, model, 1).slot - plain.slot == own * memory.max_length(config)
 
 

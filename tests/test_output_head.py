@@ -18,6 +18,7 @@ from bubblespec.engine.model import output_head
 from bubblespec.engine.model_checks import prepare_model
 from bubblespec.engine.norms import replace_norms
 from bubblespec.engine.runner import ModelRunner
+from bubblespec.mechanisms.drafter.layer import HeadDrafter
 from bubblespec.mechanisms.drafter.mechanism import DrafterRunner
 from bubblespec.types import Row, SampleId
 from tests.helpers.clocks import train_in_virtual_time
@@ -189,7 +190,7 @@ def test_unknown_ids_are_neither_sampled_nor_learned(name):
 def test_drafter_logits_are_capped_and_of_known_tokens():
     model = build(*CAPPED)
     prepare_model(model, LONGEST, KNOWN)
-    drafter = make_drafter(model, np.arange(KNOWN))
+    drafter = make_drafter(model, np.arange(KNOWN), HeadDrafter)
     states = torch.randn(4, 64, dtype=torch.float64)
     torch.testing.assert_close(drafter.logits(states), output_head(model)(states))
     assert drafter.logits(100 * states).abs().max() <= 5.0

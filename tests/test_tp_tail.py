@@ -12,10 +12,11 @@ from bubblespec.draft.proposer import PRIORS, Proposer, make_proposer
 from bubblespec.draft.sources import DraftSource
 from bubblespec.draft.store import TextStore
 from bubblespec.engine.engine import Engine
+from bubblespec.engine.model import tap
 from bubblespec.engine.model_checks import prepare_model
 from bubblespec.engine.runner import ModelRunner
 from bubblespec.mechanisms import Run
-from bubblespec.mechanisms.drafter.layer import Drafter
+from bubblespec.mechanisms.drafter.eagle3 import Eagle3
 from bubblespec.mechanisms.drafter.mechanism import DrafterRunner
 from bubblespec.mechanisms.tp_tail import tail as tp_tail
 from bubblespec.mechanisms.tp_tail.shards import ShardedForward, TPGroup
@@ -95,7 +96,8 @@ def play(
                 proposer.track(row, version=1)
         source = None
         if has_drafter:
-            drafter = Drafter(model, np.arange(VOCAB))
+            drafter = Eagle3(model, np.arange(VOCAB))
+            tap(model, drafter.taps)
             engine.clock = tail.engine.clock = ranks.clock
             runner = TimedRunner(drafter, engine, PARAMS)
             costs = fixed_cost(), fixed_cost()

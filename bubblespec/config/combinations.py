@@ -50,7 +50,7 @@ def _conditions(config) -> Iterator[tuple[bool, str, str]]:
     what = f"a divisor of rollout.num_prompts_per_step = {num_prompts}"
     yield num_prompts % config.loss.num_minibatches == 0, "loss.num_minibatches", what
     holds = all(name in METHODS or "." in name for name in names) and len(set(names)) == len(names)
-    what = f"none, or some of {', '.join(METHODS)} and dotted paths, joined by +"
+    what = f"auto, none, or some of {', '.join(METHODS)} and dotted paths, joined by +"
     yield holds, "speculative.method", what
     yield len(config.optim.adam_betas) == 2, "optim.adam_betas", "two numbers"
     holds = bool(config.eval.num_prompts or not config.run.eval_steps)

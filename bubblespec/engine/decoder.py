@@ -20,7 +20,7 @@ import torch
 from transformers import PreTrainedModel
 
 from bubblespec.engine.kv_cache import CachePacking
-from bubblespec.engine.model import body_of, layer_heads, state_layers
+from bubblespec.engine.model import body_of, layer_heads, state_layers, taps_of
 from bubblespec.engine.norms import norm_of
 from bubblespec.engine.ops import ops_for
 from bubblespec.engine.ops.softmax import AttentionOptions
@@ -79,7 +79,7 @@ class Decoder:
 
         num_heads: H and K of these products, by default the model's; attend: by
         default that of the device. Raises ValueError for a model that lacks a part."""
-        base: Any = body_of(model)
+        self.model, base = model, body_of(model)
         config: Any = model.config.get_text_config(decoder=True)
         try:
             self.embed, self.rotary_emb = base.embed_tokens, _part(base, "rotary_emb", "pos_emb")
@@ -97,10 +97,12 @@ class Decoder:
     def hidden(self, tokens: torch.Tensor, packing: CachePacking) -> torch.Tensor:
         """Return the last hidden states [N, C] of packed tokens int64 [N]."""
         ops, residual, x = self.ops, self.embed(tokens), None
-        rotation = None
+        rotation, taps = None, taps_of(self.model)
         if self.rotary_emb is not None:
             rotation = ops.rotation(self.tables(packing.cache.slot_length), packing)
-        for layer in self.layers:
+        for number, layer in enumerate(self.layers):
+            if taps is not None:
+                taps.note(number, residual, x)
             h = self._add_norm(x, residual, layer.before_mixer)
             if isinstance(layer.mixer, Attention):
                 x = self._attention(layer.mixer, h, packing, rotation)

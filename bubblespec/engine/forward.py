@@ -19,7 +19,14 @@ from transformers import PreTrainedModel
 from bubblespec.engine.batch import Batch, SamplingParams
 from bubblespec.engine.decoder import Decoder, is_written_out, stacked
 from bubblespec.engine.kv_cache import CachePacking
-from bubblespec.engine.model import forward_hidden, layer_heads, output_head, state_layers
+from bubblespec.engine.model import (
+    forward_hidden,
+    last_hidden,
+    layer_heads,
+    output_head,
+    state_layers,
+    with_taps,
+)
 from bubblespec.engine.ops import ROWS, SAMPLE, STATES, has_kernels, ops_for
 from bubblespec.engine.sampling import Noise, sample
 
@@ -83,14 +90,17 @@ class ModelForward:
         return Decoder(model, stacked(model)) if is_written_out(model) else None
 
     def hidden(self, tokens: torch.Tensor, packing: CachePacking) -> torch.Tensor:
-        """Return the last hidden states [N, hidden] of packed tokens int64 [N]."""
+        """Return the last hidden states [N, hidden] of packed tokens int64 [N], then taps."""
+        model = cast(PreTrainedModel, self.model)
         if self.decoder is not None:
-            return self.decoder.hidden(tokens, packing)
-        return forward_hidden(cast(PreTrainedModel, self.model), tokens, packing)
+            hidden = self.decoder.hidden(tokens, packing)
+        else:
+            hidden = forward_hidden(model, tokens, packing)
+        return with_taps(model, hidden)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return logits of hidden states [T, hidden], of this rank's share of the vocabulary."""
-        return output_head(cast(PreTrainedModel, self.model))(hidden)
+        return output_head(cast(PreTrainedModel, self.model))(last_hidden(self.model, hidden))
 
     def sample(
         self,

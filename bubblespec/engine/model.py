@@ -21,7 +21,7 @@ Shape legend: N packed tokens or positions, V rows of the head's weight.
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple, cast
 
@@ -40,6 +40,7 @@ from bubblespec.errors import InputError
 # are computed again in the backward pass.
 OWN_HIDDEN, HAS_CHECKPOINTS = "_bubblespec_own_hidden", "_bubblespec_has_checkpoints"
 STATE_LAYERS = "_bubblespec_state_layers"  # numbers of layers with a state
+TAPS = "_bubblespec_taps"
 # Kinds in a configuration's `layer_types` that have no keys and values.
 WITHOUT_ATTENTION = {"linear_attention", "conv", "moe", "mlp"}
 
@@ -76,6 +77,24 @@ class Heads(NamedTuple):
     num_keys: int
     key_size: int
     value_size: int
+
+
+@dataclass
+class Taps:
+    """The states in front of some layers in a model's latest forward, for who reads along."""
+
+    layers: tuple[int, ...]
+    states: dict[int, torch.Tensor] = field(default_factory=dict)  # [N, hidden] by layer
+
+    def note(self, number: int, residual: torch.Tensor, x: torch.Tensor | None = None) -> None:
+        """Keep a copy of residual + x if layer `number` is one of them."""
+        if number in self.layers:
+            state = residual.clone() if x is None else residual + x
+            self.states[number] = state.detach()
+
+    def behind(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return [N, (1 + layers) * hidden]: last hidden states, then those of each layer."""
+        return torch.cat((hidden, *(self.states[number] for number in self.layers)), dim=-1)
 
 
 class Varlen(NamedTuple):
@@ -147,6 +166,43 @@ def forward_hidden(
         kernel=kernel,
     )
     return out.last_hidden_state[0]
+
+
+def tap(model: PreTrainedModel, layers: tuple[int, ...]) -> None:
+    """Keep the states in front of these layers, from the next forward on."""
+    if (known := taps_of(model)) is not None and known.layers == layers:
+        return
+    taps = vars(model)[TAPS] = Taps(layers)
+    modules = decoder_layers(model)
+    for number in set(layers):  # of the model's own modules; those written out call `note`
+
+        def note(module, args: tuple, kwargs: dict, number: int = number) -> None:
+            hidden = args[0] if args else kwargs["hidden_states"]
+            taps.note(number, hidden[0])
+
+        modules[number].register_forward_pre_hook(note, with_kwargs=True)
+
+
+def taps_of(model: torch.nn.Module) -> Taps | None:
+    """Return the states that are kept of a model's forwards, see `tap`."""
+    return vars(model).get(TAPS)
+
+
+def with_taps(model: torch.nn.Module, hidden: torch.Tensor) -> torch.Tensor:
+    """Return the last hidden states [N, hidden] of the latest forward, and what taps kept of it."""
+    taps = taps_of(model)
+    return hidden if taps is None else taps.behind(hidden)
+
+
+def last_hidden(model: torch.nn.Module, hidden: torch.Tensor) -> torch.Tensor:
+    """Return the last hidden states of what a forward returns, with taps or without."""
+    taps = taps_of(model)
+    return hidden if taps is None else hidden[..., : hidden.shape[-1] // (1 + len(taps.layers))]
+
+
+def decoder_layers(model: PreTrainedModel) -> list[torch.nn.Module]:
+    """Return the model's own layers."""
+    return [m for m in body_of(model).modules() if isinstance(m, GradientCheckpointingLayer)]
 
 
 def body_of(model: PreTrainedModel) -> Any:

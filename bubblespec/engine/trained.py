@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 from bubblespec.engine.attention import KERNELS
 from bubblespec.engine.decoder import Attention, Decoder, Layer
-from bubblespec.engine.model import HAS_CHECKPOINTS, SequencePacking
+from bubblespec.engine.model import HAS_CHECKPOINTS, SequencePacking, taps_of
 from bubblespec.engine.ops.triton_training import AddNorm, Gated, Rotated
 from bubblespec.engine.ops.view import Norm
 from bubblespec.engine.weights import Kind, Linears, Multiply, join, one_by_one, stack
@@ -48,8 +48,10 @@ class TrainedDecoder(Decoder):
         """Return the last hidden states [N, C] of packed tokens int64 [N]."""
         rotation = packing.position, self.tables(max(packing.lengths))
         run = partial(self._run, partial(KERNELS[kernel], packing), rotation)
-        residual, x = self.embed(tokens), None
-        for layer in self.layers:
+        residual, x, taps = self.embed(tokens), None, taps_of(self.model)
+        for number, layer in enumerate(self.layers):
+            if taps is not None:
+                taps.note(number, residual, x)
             if self.has_checkpoints and torch.is_grad_enabled():
                 options: dict = {"use_reentrant": False, "preserve_rng_state": False}
                 residual = checkpoint(lambda *of: torch.add(*run(*of)), layer, residual, **options)

@@ -8,10 +8,11 @@ import transformers
 
 from bubblespec.distributed.ranks import Ranks
 from bubblespec.engine.batch import SamplingParams
-from bubblespec.engine.model import forward_hidden, output_head, pack_sequences
+from bubblespec.engine.model import forward_hidden, output_head, pack_sequences, tap, with_taps
 from bubblespec.engine.model_checks import prepare_model
 from bubblespec.learn.microbatch import Microbatch, pack_responses
-from bubblespec.mechanisms.drafter.layer import Drafter
+from bubblespec.mechanisms.drafter.eagle3 import Eagle3
+from bubblespec.mechanisms.drafter.layer import Drafter, HeadDrafter
 from bubblespec.mechanisms.drafter.mechanism import SHARPNESS, DrafterRunner
 from bubblespec.mechanisms.drafter.training import DrafterTraining, Example
 from bubblespec.types import SampleId
@@ -36,9 +37,11 @@ def make_policy(name: str, dtype: torch.dtype = torch.float64) -> transformers.P
     return model
 
 
-def make_drafter(policy, ids=None) -> Drafter:
+def make_drafter(policy, ids=None, shape: type[Drafter] = Eagle3) -> Drafter:
     """Create a drafter of some tokens, stop tokens among them, with disturbed weights."""
-    drafter = Drafter(policy, np.sort(np.array([*STOP, *range(20, 70)])) if ids is None else ids)
+    drafter = shape(policy, np.sort(np.array([*STOP, *range(20, 70)])) if ids is None else ids)
+    if drafter.taps:
+        tap(policy, drafter.taps)
     torch.manual_seed(1)
     with torch.no_grad():
         for param in drafter.parameters():
@@ -50,11 +53,10 @@ def make_drafter(policy, ids=None) -> Drafter:
 
 
 @torch.no_grad()
-def states_of(policy, tokens: list[int]) -> torch.Tensor:
-    """The policy's hidden states, [L, H], of one sequence."""
-    return forward_hidden(
-        policy, torch.tensor(tokens), pack_sequences([len(tokens)], torch.device("cpu"))
-    )
+def hidden_of(policy, tokens: list[int]) -> torch.Tensor:
+    """The policy's hidden states, [L, W], of one sequence, with those of its taps."""
+    packing = pack_sequences([len(tokens)], torch.device("cpu"))
+    return with_taps(policy, forward_hidden(policy, torch.tensor(tokens), packing))
 
 
 def body(drafter: Drafter, hidden: list[torch.Tensor], tokens: list[int]) -> torch.Tensor:
@@ -64,7 +66,14 @@ def body(drafter: Drafter, hidden: list[torch.Tensor], tokens: list[int]) -> tor
 
 
 def head(drafter: Drafter, state: torch.Tensor) -> torch.Tensor:
-    return output_head(drafter.policy)(state)[drafter.ids]
+    if isinstance(drafter, HeadDrafter):
+        return output_head(drafter.policy)(state)[drafter.ids]
+    return drafter.lm_head(drafter.norm(state))
+
+
+def teach(drafter: Drafter, hidden: torch.Tensor) -> torch.Tensor:
+    """The policy's logits for the drafter's tokens at hidden states [..., W]."""
+    return output_head(drafter.policy)(hidden[..., :64])[..., drafter.ids]
 
 
 def draw(

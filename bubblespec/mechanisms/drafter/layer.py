@@ -1,55 +1,108 @@
-"""The drafter: one decoder layer of the policy's own class that predicts the policy's next tokens.
+"""Drafters: one decoder layer that predicts the policy's next tokens from its hidden states.
 
-At each position the drafter reads the policy's last hidden state there and the embedding of the
-token after it, and estimates the policy's next hidden state; the policy's own output head,
-restricted to some token ids, turns that into logits. Where no hidden state is known yet the drafter
-continues from its own estimate (EAGLE, arXiv 2401.15077; TLT trains such a layer in idle time,
-arXiv 2511.16665).
+At each position a drafter reads the policy's hidden states there and the embedding of the token
+after it. Where no hidden state is known yet it continues from its own (EAGLE, arXiv 2401.15077; TLT
+trains such a layer in idle time, arXiv 2511.16665). `HeadDrafter` is a layer of the policy's own
+class, as heads that come with models are (heads.py); eagle3.py has a Llama layer for any policy.
 
 Shape legend: N positions, H hidden size, V token ids that the drafter knows.
 """
 
 import copy
-import os
 from typing import Any
 
 import numpy as np
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
 from torch.nn import functional
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from bubblespec.config import Config
 from bubblespec.engine import attention
 from bubblespec.engine.arrays import to_device
 from bubblespec.engine.model import body_of, of_layers, output_head
-from bubblespec.errors import InputError, log, one_line
+from bubblespec.types import HEADS
 
 PLACEHOLDER_VOCABULARY = 8  # of the layer's own embedding, which is not used
-DRAFTER_FILE = "drafter.safetensors"
-DRAFTER_FOLDER = "drafter"  # of a checkpoint: vLLM's loader takes such files next to the weights
-SAMPLE = 1024  # entries of the policy's output head that identify the policy in a file
-# RL moves weights by far less; those of another model have nothing in common with them.
-MAX_DIFFERENCE = 0.3
 
 
 class Drafter(torch.nn.Module):
-    """One decoder layer, its norms and the projection that fuses its two inputs.
+    """What predicts the policy's next tokens from its hidden states; two shapes are below.
 
-    Embedding and output head are the policy's, as they are at each call."""
+    The policy's embedding and output head are used as they are at each call."""
 
     policy: PreTrainedModel
+    taps: tuple[int, ...] = ()
+    """The policy's layers of which it reads what goes into them."""
 
-    def __init__(self, policy: PreTrainedModel, ids: np.ndarray, seed: int = 0):
-        """ids: int [V], the tokens that can be drafted, ascending.
-
-        Raises ValueError if the policy's class cannot have a single layer."""
+    def __init__(self, policy: PreTrainedModel, ids: np.ndarray):
+        """ids: int [V], the tokens that can be drafted, ascending."""
         super().__init__()
         self.__dict__["policy"] = policy  # not registered: its parameters are not ours
         self.ids = np.asarray(ids, np.int64)
         self.device_ids = to_device(self.ids, policy.device)
+        self.has_all = bool(self.ids[-1] == len(self.ids) - 1)
+        self.hidden_size = policy.get_output_embeddings().weight.shape[1]
+        self._head: list[Any] = []  # weight and bias of `ids`
+        self._head_version = -1
+
+    def combine(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return what a chain begins with, [..., H], of what the policy's forwards return.
+
+        hidden: [..., (1 + taps) * H], see `Taps.behind`."""
+        raise NotImplementedError
+
+    def forward(
+        self, hidden: torch.Tensor, tokens: torch.Tensor, packing, kernel: str = "sdpa"
+    ) -> torch.Tensor:
+        """Return states [N, H], which the next position of a chain begins with.
+
+        hidden: [N, H], of `combine` or of the position before; tokens: int64 [N], the ones after
+        these positions."""
+        raise NotImplementedError
+
+    def logits(self, states: torch.Tensor) -> torch.Tensor:
+        """Return the logits [N, V] of `ids` at states [N, H]."""
+        raise NotImplementedError
+
+    def discard(self) -> None:
+        """Take it out of what checkpoints keep, as it is no use any more."""
+
+    def embedded(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Return the policy's embeddings [N, H] of tokens int64 [N]."""
+        with torch.no_grad():
+            return self.policy.get_input_embeddings()(tokens)
+
+    def policy_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return the policy's logits [N, V] of hidden states [N, H or more] for `ids` alone."""
+        head = output_head(self.policy)
+        linear: Any = head.linear
+        if self._head_version != linear.weight._version:
+            # Not an inference tensor, even if first needed while drafting: training uses it too.
+            with torch.inference_mode(False), torch.no_grad():
+                self._head = [
+                    None
+                    if t is None
+                    else t[: len(self.ids)]
+                    if self.has_all
+                    else t[self.device_ids]
+                    for t in (linear.weight.detach(), linear.bias)
+                ]
+            self._head_version = linear.weight._version
+        return head.finish(functional.linear(hidden[..., : self.hidden_size], *self._head))
+
+
+class HeadDrafter(Drafter):
+    """A layer of the policy's own class, the projection that fuses its two inputs, and their norms.
+
+    This is the shape of heads that come with models for multi-token prediction. It estimates the
+    policy's next hidden states, which go through the policy's own output head."""
+
+    came_as: dict[str, torch.Tensor] | None = None
+    """The tensors with which it came, by name, see heads.py."""
+
+    def __init__(self, policy: PreTrainedModel, ids: np.ndarray, seed: int = 0):
+        """ids: see `Drafter`. Raises ValueError if the policy's class cannot have one layer."""
+        super().__init__(policy, ids)
         ends: list[Any] = [policy.get_input_embeddings(), policy.get_output_embeddings()]
         sizes = [module.weight.shape[1] for module in ends]
         options: dict[str, Any] = {"device": policy.device, "dtype": policy.dtype}
@@ -57,20 +110,28 @@ class Drafter(torch.nn.Module):
             torch.manual_seed(seed)
             self.body = _one_layer(policy).to(**options)
             self.fuse = torch.nn.Linear(sum(sizes), sizes[1], bias=False, **options)
-        self.norms = torch.nn.ModuleList(torch.nn.RMSNorm(size, **options) for size in sizes)
-        self._head: list[Any] = []  # weight and bias of `ids`
-        self._head_version = -1
+        if not hasattr(self.body, "norm"):
+            raise ValueError(f"{type(policy).__name__} has no norm behind its layers")
+        self.norms = torch.nn.ModuleList(copy.deepcopy(self.body.norm) for _ in ends)
+
+    @property
+    def layer(self) -> torch.nn.Module:
+        """The one layer of the body."""
+        return self.body.layers[0]
+
+    @property
+    def last_norm(self) -> torch.nn.Module:
+        """What follows the layer."""
+        return self.body.norm
+
+    def combine(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden[..., : self.hidden_size]
 
     def forward(
         self, hidden: torch.Tensor, tokens: torch.Tensor, packing, kernel: str = "sdpa"
     ) -> torch.Tensor:
-        """Return estimates of the policy's next hidden states, [N, H].
-
-        hidden: [N, H], the policy's; tokens: int64 [N], the ones after these positions."""
-        with torch.no_grad():
-            embedded = self.policy.get_input_embeddings()(tokens)
         token_norm, hidden_norm = self.norms
-        fused = self.fuse(torch.cat((token_norm(embedded), hidden_norm(hidden)), dim=-1))
+        fused = self.fuse(torch.cat((token_norm(self.embedded(tokens)), hidden_norm(hidden)), -1))
         out = self.body(
             inputs_embeds=fused[None],
             position_ids=packing.position[None],
@@ -81,17 +142,11 @@ class Drafter(torch.nn.Module):
         return out.last_hidden_state[0]
 
     def logits(self, states: torch.Tensor) -> torch.Tensor:
-        """Return the policy's logits of hidden states [N, H] for `ids` alone, [N, V]."""
-        head = output_head(self.policy)
-        linear: Any = head.linear
-        if self._head_version != linear.weight._version:
-            # Not an inference tensor, even if first needed while drafting: training uses it too.
-            with torch.inference_mode(False), torch.no_grad():
-                self._head = [
-                    None if t is None else t[self.device_ids] for t in (linear.weight, linear.bias)
-                ]
-            self._head_version = linear.weight._version
-        return head.finish(functional.linear(states, *self._head))
+        return self.policy_logits(states)
+
+    def discard(self) -> None:
+        if self.came_as is not None:
+            vars(self.policy)[HEADS] = self.came_as
 
 
 def _one_layer(policy: PreTrainedModel) -> PreTrainedModel:
@@ -156,62 +211,3 @@ def _one_layer_config(config: PreTrainedConfig, number: int) -> PreTrainedConfig
         setattr(decoder, key, None)
     config.tie_word_embeddings = False
     return config
-
-
-def save_drafter(folder: str, drafter: Drafter, num_updates: int) -> None:
-    """Write weights, token ids, updates, and a sample of the policy. Raises OSError."""
-    state = drafter.state_dict()
-    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in state.items()}
-    tensors["ids"] = torch.from_numpy(drafter.ids)
-    tensors["num_updates"] = torch.tensor(num_updates)
-    tensors["policy"] = _sample_of(drafter.policy)
-    os.makedirs(folder, exist_ok=True)
-    save_file(tensors, os.path.join(folder, DRAFTER_FILE))
-
-
-def read_drafter(
-    config: Config, model: PreTrainedModel, checkpoint: str | None, warns: bool = False
-) -> tuple[Drafter, int] | None:
-    """Return the drafter of the checkpoint, else of drafter.path, and its updates, or None.
-
-    warns: where it was trained for another policy of the same shapes. Raises InputError for a
-    folder without a drafter for this policy."""
-    folder, key = config.drafter.path, "drafter.path"
-    if checkpoint and os.path.isfile(_file_in(checkpoint)):
-        folder, key = checkpoint, "run.resume_from_checkpoint"
-    if not folder:
-        return None
-    try:
-        tensors = load_file(_file_in(folder))
-        ids, num_updates = tensors.pop("ids").numpy(), int(tensors.pop("num_updates"))
-        trained_for = tensors.pop("policy")
-        if ids.ndim != 1 or not len(ids) or (np.diff(ids, prepend=-1) <= 0).any():
-            raise ValueError("ids must be token ids, ascending")
-        if ids[-1] >= len(model.get_output_embeddings().weight):
-            raise ValueError(f"ids: the policy has no token {ids[-1]}")
-        if not all(tensor.isfinite().all() for tensor in tensors.values()):
-            raise ValueError("its weights are not numbers")
-        drafter = Drafter(model, ids, config.run.seed)
-        drafter.load_state_dict(tensors)
-    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
-        problem = f"no drafter of this policy can be read from {folder}: {one_line(error)}"
-        raise InputError(f"{key}: {problem}") from error
-    here = _sample_of(model)
-    if warns and (here - trained_for).norm() > MAX_DIFFERENCE * trained_for.norm():
-        log(
-            f"warning: {key}: the drafter in {folder} was trained for another model; few of "
-            "its drafts will be accepted until it has adapted (tokens are not affected)"
-        )
-    return drafter, num_updates
-
-
-def _file_in(folder: str) -> str:
-    """Return the drafter's file in a checkpoint, or in a folder of its own."""
-    path = os.path.join(folder, DRAFTER_FOLDER, DRAFTER_FILE)
-    return path if os.path.isfile(path) else os.path.join(folder, DRAFTER_FILE)
-
-
-def _sample_of(policy: PreTrainedModel) -> torch.Tensor:
-    """Return entries of the output head, float32, at most about SAMPLE."""
-    weight = policy.get_output_embeddings().weight.detach().flatten()
-    return weight[:: max(len(weight) // SAMPLE, 1)][:SAMPLE].float().cpu().clone()

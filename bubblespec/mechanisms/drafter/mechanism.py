@@ -20,8 +20,11 @@ from typing import Any, cast
 
 import numpy as np
 import torch
+from safetensors import SafetensorError
 from transformers import PreTrainedModel
 
+from bubblespec.config import Config
+from bubblespec.config.mechanisms import AUTO
 from bubblespec.distributed.ranks import Ranks
 from bubblespec.draft.chains import DraftModelRunner, DraftModelSource, profile
 from bubblespec.engine.arrays import ragged, to_device
@@ -29,19 +32,23 @@ from bubblespec.engine.batch import Batch, SamplingParams
 from bubblespec.engine.engine import Engine
 from bubblespec.engine.forward import ModelForward
 from bubblespec.engine.kv_cache import KVCache
-from bubblespec.engine.model import attention_layers, layer_heads
+from bubblespec.engine.model import attention_layers, decoder_layers, layer_heads, tap
 from bubblespec.engine.runner import ModelRunner
 from bubblespec.engine.sampling import widen
-from bubblespec.errors import InputError, log
+from bubblespec.errors import InputError, log, one_line
 from bubblespec.mechanisms import Run
-from bubblespec.mechanisms.drafter.layer import (
-    DRAFTER_FOLDER,
-    Drafter,
-    last_full_layer,
-    read_drafter,
-    save_drafter,
+from bubblespec.mechanisms.drafter.eagle3 import (
+    CONFIG_FILE,
+    NUM_TAPS,
+    Eagle3,
+    read_eagle3,
+    save_eagle3,
+    tapped_layers,
 )
+from bubblespec.mechanisms.drafter.heads import head_of, save_head
+from bubblespec.mechanisms.drafter.layer import Drafter, last_full_layer
 from bubblespec.mechanisms.drafter.training import (
+    VOCAB_SIZE,
     DrafterTraining,
     TrainDrafter,
     answer_prompts,
@@ -55,7 +62,7 @@ from bubblespec.planner.costs import CostModel
 from bubblespec.records import StepRecord
 from bubblespec.rollout.plan import Mechanism, RolloutPlan
 from bubblespec.rollout.sampler import Sampler
-from bubblespec.types import Row
+from bubblespec.types import DRAFTER_FOLDER, HEADS, Row
 
 NAME = "drafter"
 PRIOR = 0.6  # acceptance rate of each position before measurements: enough to be tried
@@ -91,7 +98,7 @@ class DrafterRunner(DraftModelRunner):
         length = -(-length // BLOCK) * BLOCK
         cache = KVCache(self.num_slots, length, int(runner.graphs is not None))
         forward = DrafterForward(drafter, memory=runner.forward.memory)
-        size = drafter.fuse.out_features
+        size = drafter.hidden_size
         super().__init__(engine, params, forward, cache, MAX_GRAPH_TOKENS, size)
         self.drafter = drafter
         self._hidden: torch.Tensor | None = None  # [slots, NUM_KEPT, H], by position % NUM_KEPT
@@ -149,14 +156,15 @@ class DrafterRunner(DraftModelRunner):
         self.forget()
 
     def note(self, batch: Batch, hidden: torch.Tensor) -> None:
-        """Keep the hidden states [N or more, H] of what a forward has fed.
+        """Keep what chains begin with, of the states [N or more, W] of what a forward has fed.
 
         Those of rejected draft tokens are overwritten when their positions are fed again."""
         if len(batch.count) > MAX_ROWS:
             self.forget()
             return
         if self._hidden is None:
-            self._hidden = hidden.new_zeros(self.num_slots, NUM_KEPT, hidden.shape[1])
+            size = self.drafter.hidden_size
+            self._hidden = hidden.new_zeros(self.num_slots, NUM_KEPT, size)
         fed = np.flatnonzero(batch.count)
         start, end = batch.start[fed], batch.start[fed] + batch.count[fed]
         has_gap = start > self._end[fed]
@@ -171,7 +179,7 @@ class DrafterRunner(DraftModelRunner):
         if len(latest) < len(slot):
             states = hidden[to_device(latest, hidden.device)]
         index = to_device(np.array((slot[latest], position[latest] % NUM_KEPT)), hidden.device)
-        self._hidden[index[0], index[1]] = states
+        self._hidden[index[0], index[1]] = self.drafter.combine(states)
 
     def can_draft(self, slots: np.ndarray) -> np.ndarray:
         """Whether the hidden states of slots, or -1, are kept without a gap: bool [M]."""
@@ -215,8 +223,8 @@ class DrafterRunner(DraftModelRunner):
 
     def run_once(self, num_rows: int) -> None:
         """Draw a token for each of so many empty rows, to time it."""
-        weight = self.drafter.fuse.weight
-        self._latest = np.arange(num_rows), weight.new_ones(num_rows, len(weight))
+        weight = self.forward.weight()
+        self._latest = np.arange(num_rows), weight.new_ones(num_rows, self.drafter.hidden_size)
         super().run_once(num_rows)
 
     def _to_catch_up(self, slots: np.ndarray) -> np.ndarray:
@@ -249,17 +257,16 @@ class DrafterMechanism(Mechanism):
         self,
         sampler: Sampler,
         model: PreTrainedModel,
-        checkpoint: str | None,
+        drafter: Drafter | None,
         set_kernels: Callable[[torch.nn.Module], None],
         kernel: str = "sdpa",
     ):
-        """set_kernels: chooses kernels of linear layers; kernel: of attention in training.
+        """drafter: given, or None if it is to be made.
 
-        Raises InputError for a saved drafter that does not fit."""
+        set_kernels: chooses kernels of linear layers; kernel: of attention in training."""
         self.sampler, self.model, self.set_kernels = sampler, model, set_kernels
-        self.kernel = kernel
+        self.kernel, self._given = kernel, drafter
         self.config, self.ranks, self.params = sampler.config, sampler.ranks, sampler.params
-        self._saved = read_drafter(self.config, model, checkpoint, warns=self.ranks.is_main)
         self.training: DrafterTraining | None = None
         """None until `start`, and in a run that is complete already."""
         self.source: DraftModelSource
@@ -267,43 +274,36 @@ class DrafterMechanism(Mechanism):
         self._moved: dict[int, DrafterRunner] = {}  # by id() of the engine
 
     def start(self, trainer) -> None:
-        """Take the drafter of the checkpoint, else of drafter.path, else train one.
-
-        Raises StopRequested, and InputError for a policy that cannot have a drafter."""
+        """Take the drafter that is given, else make and train one. Raises StopRequested."""
         config, sampler, step = self.config, self.sampler, trainer.num_updates
         if step >= config.run.max_steps:
             return
         with trainer.reporter.phase("preparing the drafter"):
             rows: list[Row] = []
-            if self._saved is None:
+            if self._given is None:
                 self.ranks.activity = "warm start of the drafter"
                 rows = answer_prompts(sampler, step)
             training = self.training = self._make_training(rows)
             # The warm start generates the beginnings of episodes alone.
             if "bubble" in config.speculative.sources and not config.environment.is_used:
                 sampler.keep_as_drafts(rows, step, are_deferred=False)
-            trainer.learner.on_hidden = training.take
+            if config.drafter.train:
+                trainer.learner.on_hidden = training.take
 
     def _make_training(self, rows: list[Row]) -> DrafterTraining:
-        """Create the training and its source. rows: to learn from where none was saved."""
+        """Create the training and its source. rows: to learn from where no drafter is given."""
         config, ranks, params, sampler = self.config, self.ranks, self.params, self.sampler
         assert sampler.proposer is not None
-        if self._saved is None:
+        drafter = self._given
+        if drafter is None:
             ids = frequent_ids(rows, params.stop_token_ids, ranks)
-            try:
-                drafter, num_updates = Drafter(self.model, ids, config.run.seed), 0
-            except ValueError as error:
-                problem = f"no drafter for this policy: {error}"
-                raise InputError(f"speculative.method: {problem}") from error
-        else:
-            drafter, num_updates = self._saved
+            drafter = Eagle3(self.model, ids, config.run.seed)
         self.set_kernels(drafter)
         runner = self.runner = DrafterRunner(drafter, sampler.engine, params)
         training = DrafterTraining(
             drafter, params.temperature, config.run.seed, self.kernel, ranks.clock
         )
-        training.num_updates = num_updates
-        if self._saved is None:
+        if self._given is None:
             examples = examples_from(self.model, rows, training.kernel)
             warm_up(training, examples, ranks)
             if ranks.is_main:
@@ -321,10 +321,11 @@ class DrafterMechanism(Mechanism):
             return
         is_used = DRAFTS not in plan.without and plan.step is not None
         is_used &= not self.training.has_failed
-        self.training.is_enabled = is_used
+        self.training.is_enabled = is_used and self.config.drafter.train
         self.source.is_enabled = is_used and self.source.problem is None
         self.runner.enable(self.source.is_enabled)
-        if is_used:  # on all ranks or on none: a problem of the source may be known to one alone
+        # On all ranks or on none: a problem of the source may be known to one alone.
+        if self.training.is_enabled:
             plan.works.append(TrainDrafter(self.training))
 
     @contextlib.contextmanager
@@ -350,24 +351,72 @@ class DrafterMechanism(Mechanism):
         return metrics | self.source.metrics(ranks)
 
     def save(self, folder: str) -> None:
-        """Write the drafter into a checkpoint. Raises OSError."""
-        if self.training is not None and not self.training.has_failed:
-            drafter, num_updates = self.training.drafter, self.training.num_updates
-            save_drafter(os.path.join(folder, DRAFTER_FOLDER), drafter, num_updates)
+        """Write what is not in the model's files into a checkpoint. Raises OSError."""
+        if self.training is None or self.training.has_failed:
+            return
+        drafter, own = self.training.drafter, os.path.join(folder, DRAFTER_FOLDER)
+        if isinstance(drafter, Eagle3):
+            save_eagle3(own, drafter)
+        elif self.config.model.lora_r:
+            save_head(own, self.model)
+
+
+def is_wanted(config: Config, model: Any) -> bool:
+    """Whether a run drafts with a drafter: auto takes one that is given or came with the model."""
+    has_one = config.drafter.path is not None or bool(vars(model).get(HEADS))
+    is_auto = config.speculative.method == AUTO
+    return NAME in config.speculative.sources or (is_auto and has_one)
+
+
+def prepare(run: Run) -> None:
+    """Find the drafter that is given, before the engine's first forward. Raises InputError.
+
+    It is that of the checkpoint, else of drafter.path, else the head that came with the model;
+    without any one is to be made."""
+    config, model = run.config, run.model
+    if not is_wanted(config, model):
+        return
+    path, key = config.drafter.path, "drafter.path"
+    own = os.path.join(run.checkpoint or "", DRAFTER_FOLDER)
+    if run.checkpoint and os.path.isfile(os.path.join(own, CONFIG_FILE)):
+        path, key = own, "run.resume_from_checkpoint"
+    drafter: Drafter | None = None
+    if path is not None:
+        try:
+            drafter = read_eagle3(path, model)
+        except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
+            problem = f"no drafter of this policy can be read from {path}: {one_line(error)}"
+            raise InputError(f"{key}: {problem}") from error
+    else:
+        try:
+            drafter = head_of(model)
+        except ValueError as error:
+            if run.ranks.is_main:
+                log(f"warning: the model's head cannot draft: {error}")
+    run.own[NAME] = drafter
+    if drafter is None and NAME not in config.speculative.sources:
+        return
+    layers = tapped_layers(len(decoder_layers(model))) if drafter is None else drafter.taps
+    if layers:
+        tap(model, layers)
 
 
 def add_needs(needs: Needs, run: Run) -> Needs:
     """Add the memory of the drafter, a layer and the projection into it, if the run has one."""
     config, model = run.config, run.model
-    if NAME not in config.speculative.sources:
+    if not is_wanted(config, model):
         return needs
     shape = model.config.get_text_config(decoder=True)
-    size, layers = model.dtype.itemsize, shape.num_hidden_layers
+    size, layers, width = model.dtype.itemsize, shape.num_hidden_layers, shape.hidden_size
     total = sum(p.numel() for p in model.parameters())
     embedding: Any = model.get_input_embeddings()
-    parameters = (total - embedding.weight.numel()) / layers + 2 * shape.hidden_size**2
+    parameters = (total - embedding.weight.numel()) / layers + 2 * width**2
+    kept = 0
+    if config.drafter.path is not None or not vars(model).get(HEADS):  # EAGLE-3
+        parameters += (NUM_TAPS + 2) * width**2 + VOCAB_SIZE * width
+        kept = NUM_TAPS * width * config.rollout.max_num_batched_tokens * size
     # weights, gradients, moments and, for bfloat16, float32 masters
-    drafter = parameters * (2 * size + 16 if model.dtype == torch.bfloat16 else 4 * size)
+    drafter = parameters * (2 * size + 16 if model.dtype == torch.bfloat16 else 4 * size) + kept
     slot, numbers = needs.slot, [n * (key + value) for _, n, key, value in layer_heads(shape)]
     copied = attention_layers(shape).index(last_full_layer(shape))
     own = slot * numbers[copied] // sum(numbers)
@@ -383,15 +432,19 @@ def add_needs(needs: Needs, run: Run) -> Needs:
 def make(run: Run) -> DrafterMechanism | None:
     """Create the mechanism, if the run has a drafter; in virtual time, its source alone."""
     sampler = run.sampler
-    if NAME not in run.config.speculative.sources or sampler.proposer is None:
+    if sampler.proposer is None:
         return None
     if run.virtual is not None:
-        runner_of = run.virtual[NAME]  # by engine
+        if (runner_of := run.virtual.get(NAME)) is None:  # by engine
+            return None
         source = make_source(runner_of(sampler.engine), sampler.proposer.cost, run.ranks.clock)
         sampler.proposer.add(source)
         run.followers.append(lambda engine: source.moved_to(runner_of(engine)))
         return None
+    drafter = run.own.get(NAME)
+    if drafter is None and NAME not in run.config.speculative.sources:
+        return None
     kernel = run.learner.kernel
-    drafter = DrafterMechanism(sampler, run.model, run.checkpoint, run.set_kernels, kernel)
-    run.followers.append(drafter.moved_to)
-    return drafter
+    mechanism = DrafterMechanism(sampler, run.model, drafter, run.set_kernels, kernel)
+    run.followers.append(mechanism.moved_to)
+    return mechanism

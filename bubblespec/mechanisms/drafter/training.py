@@ -9,8 +9,8 @@ At its warm start the policy answers prompts of coming steps, and each rank lear
 states there; later from those of the policy's training (`take`), in idle time (`run_slice`). Now
 and then, and after each rollout, all ranks continue with the mean of their drafters (`merge`).
 
-Shape legend: S sequences, T their padded positions, N = S * T, H hidden size, D size of a head, V
-the drafter's tokens, L tokens of a sequence.
+Shape legend: S sequences, T their padded positions, N = S * T, H hidden size, W = (1 + taps) * H, D
+size of a head, V the drafter's tokens, L tokens of a sequence.
 """
 
 import itertools
@@ -30,7 +30,7 @@ from transformers import PreTrainedModel
 
 from bubblespec.distributed.ranks import Ranks
 from bubblespec.engine.arrays import to_device
-from bubblespec.engine.model import forward_hidden, pack_sequences
+from bubblespec.engine.model import forward_hidden, pack_sequences, with_taps
 from bubblespec.engine.ops.softmax import AttentionOptions, attend_heads
 from bubblespec.errors import log
 from bubblespec.learn.microbatch import Microbatch
@@ -67,14 +67,14 @@ class Example(NamedTuple):
     tokens: np.ndarray
     """int64 [L], tokens with the context, without the last token of the response."""
     hidden: torch.Tensor
-    """[L, H], the policy's hidden states at these tokens, on the host."""
+    """[L, W], the policy's hidden states at these tokens, see `Taps.behind`, on the host."""
 
 
 def examples_of(tokens: np.ndarray, prompt_length: int, hidden: torch.Tensor) -> Iterator[Example]:
     """Yield the pieces of one response.
 
     Observations are learned from too: the policy is as good a teacher for them. tokens: int64 [L],
-    prompt and response without its last token; hidden: [L, H]."""
+    prompt and response without its last token; hidden: [L, W]."""
     for begin in range(prompt_length, len(tokens) + 1, PIECE):
         start, stop = max(begin - CONTEXT, 0), min(begin + PIECE - 1, len(tokens))
         if stop - start > 1:  # a state, and the next one to predict
@@ -158,6 +158,7 @@ class DrafterTraining:
         """Keep examples of a micro-batch of the policy's training; see `Learner.on_hidden`."""
         if not self.is_enabled:
             return
+        hidden = with_taps(self.drafter.policy, hidden)
         fed = batch.input_ids.split(batch.sequence_lengths)
         states = hidden.split(batch.sequence_lengths)
         for number, prompt_length in enumerate(batch.prompt_lengths):
@@ -182,7 +183,7 @@ class DrafterTraining:
         hidden, tokens, counts = self._pad(examples)
         temperature = self.temperature
         with torch.no_grad():
-            teacher = self.drafter.logits(hidden[:, 1:][counts]).float() / temperature
+            teacher = self.drafter.policy_logits(hidden[:, 1:][counts]).float() / temperature
             teacher = teacher.softmax(-1)
         losses = [
             -(teacher[started] * (logits.float() / temperature).log_softmax(-1)).sum(-1)
@@ -195,20 +196,20 @@ class DrafterTraining:
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Return per pass the logits [n, V] and which of the counted positions they are for, bool.
 
-        Chains begin where the first token that they draft is of the response. hidden: [S, T, H];
+        Chains begin where the first token that they draft is of the response. hidden: [S, T, W];
         tokens, counts: of `_pad`."""
-        sequences, length, size = hidden.shape
-        packing = UnrolledPacking(sequences, length, hidden.device)
-        known, started = hidden, counts
+        packing = UnrolledPacking(len(tokens), tokens.shape[1], hidden.device)
+        given, started = self.drafter.combine(hidden), counts
+        known = given
         for _ in range(num_passes):
-            fed = known.reshape(-1, size), tokens.reshape(-1)
-            states = self.drafter(*fed, packing, self.kernel).view(sequences, length, size)
+            fed = known.flatten(0, 1), tokens.flatten()
+            states = self.drafter(*fed, packing, self.kernel).view_as(given)
             yield self.drafter.logits(states[started]), started[counts]
-            known = torch.cat((hidden[:, :1], states[:, :-1]), dim=1)
+            known = torch.cat((given[:, :1], states[:, :-1]), dim=1)
             started = counts & pad(started, (1, 0))[:, :-1]
 
     def _pad(self, examples: Sequence[Example]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return padded examples: hidden [S, T + 1, H], next tokens int64 [S, T], counts [S, T].
+        """Return padded examples: hidden [S, T + 1, W], next tokens int64 [S, T], counts [S, T].
 
         A position counts if the token that it predicts, the second after it, is of the response."""
         parts = (
@@ -269,6 +270,7 @@ class DrafterTraining:
                 torch._foreach_copy_(self.params, self.masters)
         if not self.has_failed and not flat.isfinite().all():
             self.has_failed = True
+            self.drafter.discard()
             if ranks.is_main:
                 log("the learned drafter drafts no more: its weights are not numbers")
 
@@ -354,7 +356,7 @@ def examples_from(model: PreTrainedModel, rows: Sequence[Row], kernel: str) -> l
         tokens = np.concatenate((row.prompt, row.tokens[:-1]))
         packing = pack_sequences([len(tokens)], model.device)
         hidden = forward_hidden(model, to_device(tokens, model.device), packing, kernel)
-        examples += examples_of(tokens, len(row.prompt), hidden)
+        examples += examples_of(tokens, len(row.prompt), with_taps(model, hidden))
     return examples
 
 

@@ -37,7 +37,7 @@ from bubblespec.engine.batch import SamplingParams
 from bubblespec.engine.decoder import Decoder, stacked
 from bubblespec.engine.engine import Engine
 from bubblespec.engine.forward import ModelForward
-from bubblespec.engine.kv_cache import LANES, KVCache, pack_rows
+from bubblespec.engine.kv_cache import LANES, CachePacking, KVCache, pack_rows
 from bubblespec.engine.model import OutputHead, output_head
 from bubblespec.engine.runner import ModelRunner
 from bubblespec.engine.sampling import widen
@@ -165,6 +165,11 @@ class CopyForward(ModelForward):
     def make_decoder(self) -> Decoder:
         """Return the policy's decoder with the copy's products."""
         return Decoder(self.copy.model, self.copy.product_of)
+
+    def hidden(self, tokens: torch.Tensor, packing: CachePacking) -> torch.Tensor:
+        """Return the copy's last hidden states alone: nobody reads along."""
+        assert self.decoder is not None
+        return self.decoder.hidden(tokens, packing)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return the copy's logits [T, V] of hidden states [T, hidden]."""

@@ -32,7 +32,7 @@ from bubblespec.engine.batch import SamplingParams
 from bubblespec.engine.comparison import CHECKED, cache_for, difference, over_cache, random_tokens
 from bubblespec.engine.decoder import Decoder, is_like_llama
 from bubblespec.engine.forward import ModelForward, Sampled
-from bubblespec.engine.model import output_head
+from bubblespec.engine.model import last_hidden, output_head
 from bubblespec.engine.sampling import Noise
 from bubblespec.engine.weights import Kind, Linears, Multiply, by_parts, linear_of, stack
 from bubblespec.errors import fallback, first_problem, one_line
@@ -170,7 +170,8 @@ class ShardedForward(ModelForward):
         """Return this rank's logits [T, v] of hidden states [T, hidden]."""
         head = output_head(self.policy)
         part = shard_of(head.num_tokens, self.tp.rank, self.tp.size)
-        return head.finish(partial_linear(head.linear, (part,), False, hidden))
+        last = last_hidden(self.policy, hidden)
+        return head.finish(partial_linear(head.linear, (part,), False, last))
 
     def sample(
         self,

@@ -4,6 +4,7 @@ import copy
 import math
 from collections import Counter
 from dataclasses import dataclass, field
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -78,9 +79,10 @@ def simulate(
     """Simulate the steps of a workload. Raises InputError if the configuration does not fit it.
 
     cost(load): seconds of a forward; together(load): seconds of a forward of all ranks together,
-    None for no TP tail; drafter, quantized: used if the method has them; copy_cost(load): seconds
-    of a forward of the quantised copy, if its model has no share; prices: of what comes with
-    forwards, for which a run's own fit may be given. Training and rewards take no time."""
+    None for no TP tail; drafter, quantized: used if the method has them, or auto and one is given;
+    copy_cost(load): seconds of a forward of the quantised copy, if its model has no share; prices:
+    of what comes with forwards, for which a run's own fit may be given. Training and rewards take
+    no time."""
     config = copy.deepcopy(config)
     config.run.max_steps = num_steps = steps_that_fit(config, workload)
     config.rollout.dynamic_sampling_max_batches = 1
@@ -88,7 +90,11 @@ def simulate(
     if together is None or num_ranks == 1 or workload.has_tools:
         config.rollout.tp_tail_max_rows = 0
     _check(config, workload, num_ranks)
-    models = drafter or DrafterModel(), quantized or CopyModel()
+    if not config.speculative.may_have_drafter:
+        drafter = None
+    elif drafter is None and "drafter" in config.speculative.sources:
+        drafter = DrafterModel()
+    models = drafter, quantized or CopyModel()
     shared = _Shared(config, workload, cost, together, *models, copy_cost, prices)
     shared.time_forwards()
     world, steps = World(num_ranks), []
@@ -160,7 +166,7 @@ class _Shared:
     workload: Workload
     cost: Cost
     together: Cost | None
-    drafter: DrafterModel
+    drafter: DrafterModel | None
     quantized: CopyModel
     copy_cost: Cost | None
     prices: Prices
@@ -251,7 +257,8 @@ class _Rank:
             stand_ins["episodes"] = SimulatedEnvironments(ranks, self.texts, num_workers)
         if "quantized" in config.speculative.sources:
             stand_ins["quantized"] = copy_chains(engine, shared.quantized, shared.copy_cost)
-        stand_ins["drafter"] = lambda engine: drafter_chains(engine, shared.drafter)
+        if shared.drafter is not None:
+            stand_ins["drafter"] = partial(drafter_chains, model=shared.drafter)
         return stand_ins
 
     def sees_groups(self, step: int | None) -> bool:
