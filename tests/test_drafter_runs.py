@@ -6,14 +6,17 @@ from functools import partial
 from types import SimpleNamespace
 
 import pytest
+import torch
 from safetensors.torch import load_file
 
 from bubblespec.checkpoint import SUMS_FILE, find_damage
+from bubblespec.config import Config
 from bubblespec.mechanisms.drafter import mechanism as drafter_mechanism
-from bubblespec.mechanisms.drafter.layer import DRAFTER_FILE, DRAFTER_FOLDER
+from bubblespec.mechanisms.drafter.eagle3 import CONFIG_FILE, WEIGHTS_FILE, Eagle3
 from bubblespec.mechanisms.drafter.mechanism import DrafterRunner
 from bubblespec.mechanisms.drafter.training import DrafterTraining
 from bubblespec.rollout.evaluate import Evaluator
+from bubblespec.types import DRAFTER_FOLDER
 from tests.helpers.clocks import train_in_virtual_time
 from tests.helpers.drafting import chain_always, train_always
 from tests.helpers.plain import REWARD, STEPS, TINY, check_same, plain_run
@@ -57,7 +60,8 @@ def test_chains_change_no_token(plain, drafted, capfd):
     # A loader takes every such file next to the weights.
     assert [path.name for path in checkpoint.glob("*.safetensors")] == ["model.safetensors"]
     sums = (checkpoint / SUMS_FILE).read_text()
-    assert f"  {DRAFTER_FOLDER}/{DRAFTER_FILE}\n" in sums and find_damage(str(checkpoint)) is None
+    assert all(f"  {DRAFTER_FOLDER}/{name}\n" in sums for name in (CONFIG_FILE, WEIGHTS_FILE))
+    assert find_damage(str(checkpoint)) is None
     # A run that is over needs no drafter.
     train_in_virtual_time(*OPTIONS, *DRAFTER, ALONE, f"run.output_dir={drafted}")
     assert TRAINED not in capfd.readouterr().err
@@ -92,16 +96,24 @@ def test_slices_and_evaluations_change_no_token(monkeypatch, tmp_path, plain):
     assert updates == sorted(updates) and updates[-1] > updates[0]
 
 
-def test_resumed_run_has_the_drafter_of_the_checkpoint(tmp_path, drafted, capfd):
-    """Before drafter.path."""
+def test_resumed_run_has_the_drafter_of_the_checkpoint(monkeypatch, tmp_path, drafted, capfd):
+    """Before drafter.path; and a frozen one stays as it is."""
     folder = shutil.copytree(drafted, tmp_path / "run")
     checkpoint = folder / f"checkpoint-{STEPS}"
-    saved = load_file(checkpoint / DRAFTER_FOLDER / DRAFTER_FILE)
-    options = [*OPTIONS, *DRAFTER, ALONE, "drafter.path=/nowhere", f"run.max_steps={STEPS + 1}"]
-    train_in_virtual_time(*options, f"run.output_dir={folder}")
-    assert TRAINED not in capfd.readouterr().err
-    assert read(folder)[-1]["step"] == STEPS + 1
-    assert read(folder)[-1]["drafter/num_updates"] >= int(saved["num_updates"]) > 0
+    saved = load_file(checkpoint / DRAFTER_FOLDER / WEIGHTS_FILE)
+    patch = partial(monkeypatch.setattr, raising=False)
+    chain_always(patch)
+    train_always(patch)
+    options = [*OPTIONS, *DRAFTER, ALONE, "drafter.path=/nowhere", "run.save_steps=1"]
+    for further, is_frozen in ((1, True), (4, False)):
+        steps = STEPS + further
+        last = [f"run.max_steps={steps}", f"drafter.train={str(not is_frozen).lower()}"]
+        train_in_virtual_time(*options, *last, f"run.output_dir={folder}")
+        assert TRAINED not in capfd.readouterr().err
+        assert read(folder)[-1]["step"] == steps and read(folder)[-1]["drafter/chain_length"] > 1
+        now = load_file(folder / f"checkpoint-{steps}" / DRAFTER_FOLDER / WEIGHTS_FILE)
+        assert now.keys() == saved.keys()
+        assert all(torch.equal(now[name], saved[name]) for name in saved) == is_frozen
 
 
 def test_a_stop_in_the_warm_start_ends_the_run(monkeypatch, tmp_path, capfd):
@@ -118,9 +130,8 @@ def test_a_stop_in_the_warm_start_ends_the_run(monkeypatch, tmp_path, capfd):
     assert not [name for name in os.listdir(tmp_path) if name.startswith("checkpoint")]
 
 
-def test_complete_run_has_no_drafter_to_move(monkeypatch):
+def test_complete_run_has_no_drafter_to_move():
     """An evaluation of a run that is complete may still enter the TP tail."""
-    monkeypatch.setattr(drafter_mechanism, "read_drafter", lambda *args, **options: None)
     sampler = SimpleNamespace(config=None, ranks=SimpleNamespace(is_main=True), params=None)
     drafter = drafter_mechanism.DrafterMechanism(sampler, None, None, id)
     with drafter.moved_to(engine=None):
@@ -129,16 +140,16 @@ def test_complete_run_has_no_drafter_to_move(monkeypatch):
 
 @pytest.mark.parametrize("has_failed", [False, True])
 def test_failed_drafter_is_neither_used_nor_saved(monkeypatch, tmp_path, has_failed):
-    monkeypatch.setattr(drafter_mechanism, "read_drafter", lambda *args, **options: None)
     enabled, saved = [], []
     monkeypatch.setattr(
-        drafter_mechanism, "save_drafter", lambda *arguments: saved.append(arguments)
+        drafter_mechanism, "save_eagle3", lambda *arguments: saved.append(arguments)
     )
-    sampler = SimpleNamespace(config=None, ranks=SimpleNamespace(is_main=True), params=None)
+    parts = {"ranks": SimpleNamespace(is_main=True), "params": None}
+    sampler = SimpleNamespace(config=Config(), **parts)
     drafter = drafter_mechanism.DrafterMechanism(sampler, None, None, id)
     drafter.source = SimpleNamespace(problem=None)
     drafter.runner = SimpleNamespace(enable=enabled.append)
-    state = {"has_failed": has_failed, "drafter": None, "num_updates": 3}
+    state = {"has_failed": has_failed, "drafter": Eagle3.__new__(Eagle3)}
     drafter.training = SimpleNamespace(clock=None, **state)
     plan = SimpleNamespace(without=frozenset(), step=1, works=[])
     drafter.begin_rollout(plan)

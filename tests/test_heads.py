@@ -1,6 +1,7 @@
-"""Heads that predict further tokens: kept in checkpoints as they came, where a model's class in
-transformers leaves them out."""
+"""Heads that predict further tokens: kept in checkpoints, where a model's class in transformers
+leaves them out, as they came or as trained; and as drafters, against transformers' own."""
 
+import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import (
@@ -10,11 +11,16 @@ from transformers import (
     Qwen3_5ForConditionalGeneration,
     Qwen3_5TextConfig,
 )
+from transformers.modeling_layers import MtpModel
 
-from tests.helpers.models import GQA
+from bubblespec.engine.model import forward_hidden, pack_sequences
+from bubblespec.engine.model_checks import prepare_model
+from bubblespec.mechanisms.drafter.heads import head_of
+from bubblespec.types import HEADS
+from tests.helpers.models import GQA, VOCAB, everything_in_full_precision
 from tests.helpers.plain import NO_DRAFTS, REWARD, TINY
 from tests.helpers.threads import train_on_threads
-from tests.test_architectures import LINEAR
+from tests.test_architectures import LINEAR, SERVED, build
 
 TOKENIZER = "configs/tiny_policy"
 VISION = {"depth": 1, "hidden_size": 32, "num_heads": 2, "intermediate_size": 32}
@@ -50,3 +56,136 @@ def test_text_of_an_image_text_checkpoint_is_trained_and_its_head_kept(tmp_path)
     )
     assert not info["missing_keys"] and not info["unexpected_keys"]
     assert torch.equal(model.model.layers[0].linear_attn.A_log, saved[changed])
+
+
+# Of each family: layers of transformers' head to names in a file, those of vLLM's loaders.
+QWEN = {"enorm": "mtp.pre_fc_norm_embedding", "hnorm": "mtp.pre_fc_norm_hidden"}
+QWEN |= {"eh_proj": "mtp.fc", "mtp_block": "mtp.layers.0", "post_norm": "mtp.norm"}
+DEEPSEEK = {name: f"model.layers.2.{name}" for name in ("enorm", "hnorm", "eh_proj")}
+DEEPSEEK |= {"mtp_block": "model.layers.2", "post_norm": "model.layers.2.shared_head.norm"}
+FAMILIES = {"qwen3_5": QWEN, "qwen3_5_moe": QWEN, "qwen3_next": QWEN}
+FAMILIES |= {"deepseek_v3": DEEPSEEK, "glm4_moe": DEEPSEEK}
+
+
+def with_head(name: str, monkeypatch):
+    """A prepared policy that came with a head of random weights, and transformers' own head."""
+    policy = build(*SERVED[name])
+    everything_in_full_precision(monkeypatch, policy)
+    policy.config.num_mtp_layers = 1
+    if getattr(policy.config, "layer_types", None):
+        policy.config.mtp_layer_types = ["full_attention"]
+    if getattr(policy.config, "mlp_layer_types", None):
+        policy.config.mtp_mlp_layer_types = ["sparse"]
+    if name == "deepseek_v3":  # its class repeats the keys of latent attention, too
+        policy.config.num_key_value_heads = policy.config.num_attention_heads
+    policy.set_attn_implementation("eager")
+    torch.manual_seed(3)
+    reference = MtpModel(policy, 1).double().eval()
+    reference.config._experts_implementation = "eager"
+    everything_in_full_precision(monkeypatch, reference)
+    with torch.no_grad():
+        for tensor in reference.layers.state_dict().values():
+            tensor.copy_(0.2 * torch.randn_like(tensor))
+    kept = {}
+    for whole, tensor in reference.layers[0].state_dict().items():
+        part, _, rest = whole.partition(".")
+        where = f"{FAMILIES[name][part]}.{rest}"
+        experts, _, kind = where.rpartition(".")
+        if kind == "gate_up_proj":
+            for number, (gate, up) in enumerate(tensor.unflatten(1, (2, -1)).unbind(0)):
+                kept[f"{experts}.{number}.gate_proj.weight"] = gate.clone()
+                kept[f"{experts}.{number}.up_proj.weight"] = up.clone()
+        elif kind == "down_proj":
+            for number, down in enumerate(tensor):
+                kept[f"{experts}.{number}.down_proj.weight"] = down.clone()
+        else:
+            kept[where] = tensor.clone()
+    if FAMILIES[name] is DEEPSEEK:
+        for end in ("embed_tokens.weight", "shared_head.head.weight"):
+            kept[f"model.layers.2.{end}"] = torch.zeros(VOCAB, 64)
+    prepare_model(policy, 64)
+    vars(policy)[HEADS] = kept
+    return policy, reference
+
+
+@torch.no_grad()
+def chain_of_reference(policy, reference, hidden, tokens) -> list[torch.Tensor]:
+    """States at the last position of a sequence and at the two after it, each [H]."""
+    found = []
+    for further in (7, 9, None):
+        length = len(tokens)
+        ids, position = torch.tensor(tokens)[None], torch.arange(length)[None]
+        mask = torch.full((length, length), -torch.inf, dtype=torch.float64).triu(1)[None, None]
+        states = reference.layers[0](
+            reference.embed_tokens(ids),
+            hidden[None],
+            position_embeddings=reference.rotary_emb(hidden[None], position),
+            attention_mask=mask,
+            position_ids=position,
+            past_key_values=None,
+        )[0]
+        found.append(states[-1])
+        hidden, tokens = torch.cat((hidden, states[-1:])), [*tokens, further]
+    return found
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_chain_of_a_models_head_equals_transformers(name, monkeypatch):
+    policy, reference = with_head(name, monkeypatch)
+    kept = dict(vars(policy)[HEADS])
+    drafter = head_of(policy)
+    tokens = torch.randint(12, VOCAB, (10,), generator=torch.Generator().manual_seed(1)).tolist()
+    with torch.no_grad():
+        packing = pack_sequences([9], policy.device)
+        hidden = forward_hidden(policy, torch.tensor(tokens[:-1]), packing)
+        wanted = chain_of_reference(policy, reference, hidden, tokens[1:])
+        states, fed = drafter.combine(hidden), tokens[1:]
+        for number, state in enumerate(wanted):
+            packing = pack_sequences([len(fed)], policy.device)
+            out = drafter(states, torch.tensor(fed), packing)[-1:]
+            assert torch.allclose(out[0], state, rtol=0, atol=1e-8), number
+            logits = policy.lm_head(state)
+            assert torch.allclose(drafter.logits(out)[0], logits, rtol=0, atol=1e-8)
+            states, fed = torch.cat((states, out)), [*fed, (7, 9, 0)[number]]
+    # What checkpoints keep is the drafter's own from now on, and of the policy where it is shared.
+    now = vars(policy)[HEADS]
+    assert now.keys() == kept.keys()
+    own = {name for name in kept if "embed_tokens" not in name and "shared_head.head" not in name}
+    assert all(torch.equal(now[name], kept[name]) for name in own)
+    with torch.no_grad():
+        for tensor in drafter.state_dict().values():
+            tensor.add_(1.0)
+    assert all(torch.equal(now[name], kept[name] + 1.0) for name in own)
+    for name in now.keys() - own:
+        assert torch.equal(
+            now[name],
+            policy.get_parameter(
+                "lm_head.weight" if "shared_head" in name else "model.embed_tokens.weight"
+            ),
+        )
+    drafter.discard()
+    assert vars(policy)[HEADS] is not now and vars(policy)[HEADS].keys() == kept.keys()
+
+
+def test_head_of_another_form_is_refused_in_one_line(monkeypatch):
+    policy, _ = with_head("qwen3_5", monkeypatch)
+    kept = dict(vars(policy)[HEADS])
+    spoilt = [
+        ({}, "mtp.further.weight", torch.ones(3), "None"),
+        ({"mtp.norm.weight"}, "mtp.norm.bias", torch.ones(3), "mtp.norm"),
+        (
+            set(),
+            "mtp.fc.weight",
+            torch.ones(64, 64),
+            r"\[64, 64\], in a layer of the model \[64, 128\]",
+        ),
+    ]
+    for without, name, tensor, says in spoilt:
+        vars(policy)[HEADS] = {n: t for n, t in kept.items() if n not in without} | {name: tensor}
+        with pytest.raises(ValueError, match=says):
+            head_of(policy)
+    vars(policy)[HEADS] = {"mtp.unheard.weight": torch.ones(3)}
+    with pytest.raises(ValueError, match="no known kind"):
+        head_of(policy)
+    vars(policy)[HEADS] = {}
+    assert head_of(policy) is None

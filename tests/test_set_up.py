@@ -33,7 +33,6 @@ from bubblespec.loading import (
     stop_tokens,
     with_dtype,
 )
-from bubblespec.mechanisms.drafter.layer import DRAFTER_FILE, Drafter, read_drafter, save_drafter
 from bubblespec.types import Prompt
 from tests.helpers.checks import refusal
 
@@ -324,57 +323,6 @@ def test_a_hub_out_of_reach_is_asked_once_and_named(monkeypatch):
         )
     finally:
         loading.is_hub_reachable.cache_clear()
-
-
-@pytest.fixture(scope="module")
-def drafter(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("drafter")
-    model = AutoModelForCausalLM.from_pretrained(TINY)
-    save_drafter(folder, Drafter(model, np.arange(5)), 0)
-    return model, folder
-
-
-SPOILT_DRAFTERS = {
-    "another policy": ({"fuse.weight": torch.ones(3, 7)}, "fuse.weight"),
-    "another class": ({"body.wte": torch.ones(3)}, "body.wte"),
-    "no ids": ({"ids": torch.ones(0, dtype=torch.int64)}, "ids"),
-    "ids in no order": ({"ids": torch.tensor([3, 1])}, "ids"),
-    "no numbers": ({"fuse.weight": torch.full((64, 128), torch.nan)}, "not numbers"),
-    "no tensors": (b"{", ""),
-    "no folder": (None, ""),
-}
-
-
-@pytest.mark.parametrize("spoilt", SPOILT_DRAFTERS)
-def test_damaged_drafter_is_refused(drafter, tmp_path, spoilt):
-    (content, says), (model, saved) = SPOILT_DRAFTERS[spoilt], drafter
-    config, folder = make_config(), tmp_path / "drafter"
-    config.drafter.path = str(saved)
-    assert read_drafter(config, model, None)[1] == 0
-    config.drafter.path = str(folder)
-    if content is not None:
-        folder.mkdir()
-    if isinstance(content, dict):
-        safetensors.torch.save_file(
-            load_file(saved / DRAFTER_FILE) | content, folder / DRAFTER_FILE
-        )
-    elif content is not None:
-        (folder / DRAFTER_FILE).write_bytes(content)
-    message = refusal(read_drafter, config, model, None)
-    assert message.startswith("drafter.path: ") and str(folder) in message and says in message
-
-
-def test_a_drafter_of_another_model_is_named(drafter, capsys):
-    """One of the same shapes; updates of the policy are none."""
-    model, folder = drafter
-    config, other = make_config(), AutoModelForCausalLM.from_pretrained(TINY)
-    config.drafter.path = str(folder)
-    for scale, is_named in ((0.02, False), (1.0, True)):
-        with torch.no_grad():
-            for ours, theirs in zip(other.parameters(), model.parameters(), strict=True):
-                ours.copy_(theirs + scale * theirs.std() * torch.randn(theirs.shape))
-        assert read_drafter(config, other, None, warns=True)[1] == 0
-        assert ("was trained for another model" in capsys.readouterr().err) == is_named
 
 
 def test_libraries_warn_of_nothing_on_the_screen(monkeypatch, tmp_path):

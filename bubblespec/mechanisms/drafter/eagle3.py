@@ -130,7 +130,7 @@ class Eagle3(Drafter):
 
 
 def tapped_layers(num_layers: int) -> tuple[int, ...]:
-    """Return the layers that vLLM and SGLang read where a drafter does not say which."""
+    """Return the layers that vLLM and SGLang read by default, as far as there are so many."""
     low, high = min(2, num_layers - 1), max(num_layers - 3, 0)
     return low, num_layers // 2, high
 
@@ -206,7 +206,8 @@ def save_eagle3(folder: str, drafter: Eagle3) -> None:
         "dtype": str(drafter.policy.dtype).removeprefix("torch."),
         "norm_before_residual": drafter.norms_residual,
     }
-    if drafter.taps != tapped_layers(drafter.policy.config.get_text_config().num_hidden_layers):
+    num_layers = drafter.policy.config.get_text_config(decoder=True).num_hidden_layers
+    if drafter.taps != (2, num_layers // 2, num_layers - 3):  # where loaders are told nothing
         content |= {AUX_LAYERS: list(drafter.taps)}  # vLLM
         content |= {"eagle_config": {AUX_LAYERS: [n - 1 for n in drafter.taps]}}  # SGLang
     text = json.dumps(content, indent=2, sort_keys=True)

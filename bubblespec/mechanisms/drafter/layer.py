@@ -200,6 +200,8 @@ def _one_layer_config(config: PreTrainedConfig, number: int) -> PreTrainedConfig
         if isinstance(value, list | tuple) and len(value) == count:  # one for each layer
             setattr(decoder, key, type(value)([value[number]]))
     decoder.num_hidden_layers = 1
+    if hasattr(decoder, "first_k_dense_replace"):  # layers without experts
+        decoder.first_k_dense_replace = int(number < decoder.first_k_dense_replace)
     decoder.vocab_size = PLACEHOLDER_VOCABULARY
     decoder.attn_temperature_tuning = False  # by the place in a packed input
     # Full attention: training (`UnrolledPacking`) knows no window.
