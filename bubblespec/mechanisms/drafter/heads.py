@@ -58,7 +58,7 @@ def head_of(policy: PreTrainedModel) -> HeadDrafter | None:
         return None
     prefix = _prefix(names, kept)
     drafter = HeadDrafter(policy, np.arange(output_head(policy).num_tokens))
-    own = dict(_places(drafter, names))
+    own = dict(places(drafter, names))
     given = {n.removeprefix(prefix): t for n, t in kept.items() if n.startswith(prefix)}
     ends = {EMBEDDING: policy.get_input_embeddings(), HEAD: policy.get_output_embeddings()}
     for name in {*given, *own} - ends.keys():
@@ -88,7 +88,7 @@ def _prefix(names: Names, kept: dict[str, torch.Tensor]) -> str:
     return min((match[1] for match in found), default="")
 
 
-def _places(drafter: HeadDrafter, names: Names) -> Iterator[tuple[str, torch.Tensor]]:
+def places(drafter: HeadDrafter, names: Names) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the drafter's tensors by their names in a file; experts are views of a stack."""
     embedding_norm, hidden_norm = drafter.norms
     parts: list[tuple[str, Any]] = [(names.embedding_norm, embedding_norm)]
