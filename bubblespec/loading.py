@@ -43,7 +43,7 @@ from bubblespec.data.rows import IS_POINTER, POINTER, is_pointer, load_rows
 from bubblespec.data.schedule import PromptSet
 from bubblespec.errors import InputError, log, one_line
 from bubblespec.learn.lora import add_adapter
-from bubblespec.types import DRAFTER_FOLDER, HEADS, Prompt
+from bubblespec.types import HEADS, Prompt
 
 HUB_TIMEOUT_S = 5.0
 CLEANS_UP_ANYWAY = "clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output"
@@ -183,23 +183,18 @@ def _further_layers(model: PreTrainedModel) -> tuple[str, ...]:
 
 
 def keep_heads(config: Config, model: PreTrainedModel, checkpoint: str | None) -> None:
-    """Keep what predicts further tokens, which a model's class leaves out, for checkpoints.
-
-    Checkpoints of an adapter have it in a folder of its own."""
-    names, path = _further_layers(model), checkpoint or config.model.path
-    folders = [config.model.path if config.model.lora_r else path]
-    if checkpoint and config.model.lora_r:
-        folders.append(os.path.join(checkpoint, DRAFTER_FOLDER))
-    if not os.path.isdir(folders[0]):
-        found = cached_file(folders[0], CONFIG_NAME, local_files_only=True)
-        folders[0] = os.path.dirname(found or "")
+    """Keep what predicts further tokens, which a model's class leaves out, for checkpoints."""
+    has_own = checkpoint is not None and not config.model.lora_r
+    path, names = checkpoint if has_own else config.model.path, _further_layers(model)
+    assert path is not None
+    if not os.path.isdir(path):
+        path = os.path.dirname(cached_file(path, CONFIG_NAME, local_files_only=True) or "")
     kept = {}
-    for folder in folders:
-        for file in sorted(glob.glob(os.path.join(glob.escape(folder), "*.safetensors"))):
-            with safe_open(file, "pt") as tensors:
-                for name in tensors.keys():  # noqa: SIM118  # it is no dict
-                    if PREDICTS.search(name) or name.startswith(names):
-                        kept[name] = tensors.get_tensor(name)
+    for file in sorted(glob.glob(os.path.join(glob.escape(path), "*.safetensors"))):
+        with safe_open(file, "pt") as tensors:
+            for name in tensors.keys():  # noqa: SIM118  # it is no dict
+                if PREDICTS.search(name) or name.startswith(names):
+                    kept[name] = tensors.get_tensor(name)
     vars(model)[HEADS] = kept
 
 

@@ -99,8 +99,7 @@ def build(config: Config, ranks: Ranks, is_strict: bool = False) -> Trainer:
         now_s = int(planner.get(DATE, own_s)[0])
         tokenizer = loading.load_tokenizer(config, now_s)
         model = loading.load_model(config, checkpoint, ranks.device)
-        if ranks.is_main or config.speculative.may_have_drafter:
-            loading.keep_heads(config, model, checkpoint)
+        loading.keep_heads(config, model, checkpoint)
         num_tokens, lines = loading.check_vocabulary(config, model, tokenizer)
         run = Run(config, ranks, model, tokenizer, state, checkpoint, is_strict=is_strict)
         call("load", run)

@@ -7,7 +7,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-DRAFTER_FOLDER = "drafter"  # of a checkpoint
 HEADS = "_bubblespec_heads"  # of a model: tensors of its heads that predict further tokens, by name
 
 

@@ -13,10 +13,9 @@ from bubblespec.checkpoint import SUMS_FILE, find_damage
 from bubblespec.config import Config
 from bubblespec.mechanisms.drafter import mechanism as drafter_mechanism
 from bubblespec.mechanisms.drafter.eagle3 import CONFIG_FILE, WEIGHTS_FILE, Eagle3
-from bubblespec.mechanisms.drafter.mechanism import DrafterRunner
+from bubblespec.mechanisms.drafter.mechanism import DRAFTER_FOLDER, DrafterRunner
 from bubblespec.mechanisms.drafter.training import DrafterTraining
 from bubblespec.rollout.evaluate import Evaluator
-from bubblespec.types import DRAFTER_FOLDER
 from tests.helpers.clocks import train_in_virtual_time
 from tests.helpers.drafting import chain_always, train_always
 from tests.helpers.plain import REWARD, STEPS, TINY, check_same, plain_run

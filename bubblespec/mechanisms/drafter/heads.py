@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
 from bubblespec.engine.model import output_head
@@ -43,6 +43,7 @@ FAMILIES = (
     # DeepSeek-V3, GLM-4.5
     Names(r"(.*\.)?layers\.\d+\.", "enorm", "hnorm", "eh_proj", "", "shared_head.norm"),
 )
+HEAD_FILE = "model.safetensors"
 EMBEDDING, HEAD = "embed_tokens.weight", "shared_head.head.weight"  # copies of the model's own
 
 
@@ -78,7 +79,13 @@ def save_head(folder: str, policy: PreTrainedModel) -> None:
     """Write the head into a folder of its own, by the names that it came with. Raises OSError."""
     os.makedirs(folder, exist_ok=True)
     tensors = {name: t.cpu().contiguous() for name, t in vars(policy)[HEADS].items()}
-    save_file(tensors, os.path.join(folder, "model.safetensors"), {"format": "pt"})
+    save_file(tensors, os.path.join(folder, HEAD_FILE), {"format": "pt"})
+
+
+def read_head(folder: str, policy: PreTrainedModel) -> None:
+    """Keep a head that `save_head` has written, in place of the one that came with the policy."""
+    if os.path.isfile(path := os.path.join(folder, HEAD_FILE)):
+        vars(policy)[HEADS] = vars(policy)[HEADS] | load_file(path)
 
 
 def _prefix(names: Names, kept: dict[str, torch.Tensor]) -> str:

@@ -45,7 +45,7 @@ from bubblespec.mechanisms.drafter.eagle3 import (
     save_eagle3,
     tapped_layers,
 )
-from bubblespec.mechanisms.drafter.heads import head_of, save_head
+from bubblespec.mechanisms.drafter.heads import head_of, read_head, save_head
 from bubblespec.mechanisms.drafter.layer import Drafter, last_full_layer
 from bubblespec.mechanisms.drafter.training import (
     VOCAB_SIZE,
@@ -62,9 +62,9 @@ from bubblespec.planner.costs import CostModel
 from bubblespec.records import StepRecord
 from bubblespec.rollout.plan import Mechanism, RolloutPlan
 from bubblespec.rollout.sampler import Sampler
-from bubblespec.types import DRAFTER_FOLDER, HEADS, Row
+from bubblespec.types import HEADS, Row
 
-NAME = "drafter"
+NAME = DRAFTER_FOLDER = "drafter"  # the folder: of a checkpoint
 PRIOR = 0.6  # acceptance rate of each position before measurements: enough to be tried
 NUM_KEPT = 128  # latest positions of a slot whose hidden states are kept
 CONTEXT = 64  # positions a row starts with; below NUM_KEPT by more than a verification feeds
@@ -388,6 +388,8 @@ def prepare(run: Run) -> None:
             problem = f"no drafter of this policy can be read from {path}: {one_line(error)}"
             raise InputError(f"{key}: {problem}") from error
     else:
+        if run.checkpoint and config.model.lora_r:
+            read_head(own, model)
         try:
             drafter = head_of(model)
         except ValueError as error:
