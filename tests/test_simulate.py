@@ -223,10 +223,10 @@ def test_command_compares_method_with_no_drafts(monkeypatch, tmp_path, capsys):
     options = ["--ranks", "2", "--json", str(out)]
     assert call(monkeypatch, *options) == 0
     printed, progress = capsys.readouterr()
-    assert "about 1 min of one core: none, bubble+suffix+quantized" in progress
+    assert "about 1 min of one core: none, auto" in progress
     assert "not measured: Qwen2.5-7B" in printed and "speed-up of rollouts" in printed
     report = json.loads(out.read_text())
-    assert list(report["methods"]) == ["none", "bubble+suffix+quantized"]
+    assert list(report["methods"]) == ["none", "auto"]
     for found in report["methods"].values():
         assert found["total"]["seconds"] == sum(step["seconds"] for step in found["steps"])
     assert call(monkeypatch, *options) == 2 and "exists" in capsys.readouterr().err
@@ -236,7 +236,7 @@ def test_command_compares_method_with_no_drafts(monkeypatch, tmp_path, capsys):
     ("options", "message"),
     [
         (["--ranks", "0"], "--ranks: 0 for 4 prompts"),
-        (["--drafter", "share=0.1"], "has none"),
+        (["--drafter", "share=0.1", "speculative.method=bubble"], "has none"),
         (["--synthetic", "mean=x"], "--synthetic: mean=x is no float"),
         (["--synthetic", "steps=3,epochs=2"], "--synthetic: epochs: 3 steps are not 2 equal"),
         (["model.dtype=float64"], "give section.key=value of rollout"),

@@ -40,7 +40,7 @@ from bubblespec.rollout.plan import SLICE_S, IdleTask, RankView
 from bubblespec.rollout.sampler import Sampler
 from bubblespec.types import Row
 
-PASSES = 2  # of the unrolled drafter; the time of a third one is better spent on more updates
+PASSES = 3  # of the unrolled drafter; places of a chain beyond them are rarely right
 MAX_GRAD_NORM = 0.5
 BETAS = (0.9, 0.95)
 EXAMPLES_PER_UPDATE = 2  # few: what a short warm start lacks is updates, not data

@@ -82,7 +82,10 @@ def run(arguments: argparse.Namespace) -> None:
         (config, workload), default_ranks = synthetic_run(spec, arguments.overrides), 8
     num_ranks = default_ranks if arguments.ranks is None else arguments.ranks
     given = {name: getattr(arguments, name) for name in MODELS}
-    models = {name: text and parse(MODELS[name], text, f"--{name}") for name, text in given.items()}
+    models = {
+        name: parse(MODELS[name], text, f"--{name}") if text else None
+        for name, text in given.items()
+    }
     for name, text in given.items():
         may_be = name == "drafter" and config.speculative.may_have_drafter
         if text and not may_be and name not in config.speculative.sources:
