@@ -3,9 +3,9 @@
 `python -m scripts.tiny_reward_model --output DIR` writes a Hugging Face folder with a sequence
 classification model of one label. It begins as a copy of the tiny policy's layers, which predict
 the right next token, and further ones, which can compare it with the token that is there. It learns
-from two kinds of responses in equal shares: samples of the policy, and worked solutions with slips
-at any place. Every token of a response has a label, whether the response is right up to there: the
-last one alone is too little to learn from.
+from worked solutions with slips at any place, and from samples of the policy. The tokens of a
+response have labels, too, whether the step that they end is right: a label of the whole response
+alone is too little to learn from.
 """
 
 import argparse
@@ -36,40 +36,61 @@ from scripts.tiny_policy import (
 )
 
 SEED = 3000  # of the first pool of problems; not one of the policy's
-WEIGHTS = [0.35, 0.25, 0.25, 0.15]  # of the tasks: long problems have more places for mistakes
+# Weights of the tasks, at first and after RAMP_POOLS pools: a step is learned on short problems.
+FIRST_WEIGHTS, LAST_WEIGHTS, RAMP_POOLS = [1.0, 0.02, 0.0, 0.0], [0.6, 0.25, 0.1, 0.05], 40
 LAYERS = 5
-POOL_ROWS = 1024
+POOL_ROWS = 512
 BATCH_TOKENS = 3000  # padded tokens of an update
 WARMUP_STEPS = 50
 IGNORED = -1.0  # label of positions without a loss
 
 
-def flawed_solution(entry: dict, slips: random.Random) -> str:
-    """Return the worked solution of a chain sum; half of them slip once, at any place."""
-    parts = entry["metadata"]["expression"].split(" ")
-    total, text, last = int(parts[0]), parts[0], len(parts) // 2
-    slip_at = slips.randint(1, last + 1) if slips.random() < 0.5 else None
-    slip_by = slips.choice([-10, -3, -2, -1, 1, 2, 3, 10])
-    for step in range(1, last + 1):
-        operator, term = parts[2 * step - 1], int(parts[2 * step])
-        total += (term if operator == "+" else -term) + (slip_by if step == slip_at else 0)
-        text += f" {operator} {term} = {total:+03d}"
-    total += slip_by if slip_at == last + 1 else 0
-    return f"{text}<answer>{total}</answer>"
-
-
-def labelled(
-    tokenizer: PreTrainedTokenizerFast, row: dict, response: str
+def flawed_solution(
+    tokenizer: PreTrainedTokenizerFast, entry: dict, slips: random.Random
 ) -> tuple[list[int], list[float]]:
-    """Return the tokens of prompt and response, and their labels: 1 up to the first mistake."""
-    prompt, tokens, right = tokenizer(
-        [row["prompt"], response, worked_solution(row["entry"])], add_special_tokens=False
-    )["input_ids"]
-    is_right, labels = True, []
-    for index, token in enumerate(tokens):
-        is_right = is_right and index < len(right) and token == right[index]
-        labels.append(float(is_right))
-    return prompt + tokens, [IGNORED] * len(prompt) + labels
+    """Return the tokens of a worked chain sum that may slip, and their labels.
+
+    Half of the solutions are right, a quarter slip once, and a quarter at many places. A step is
+    right if it follows from the sum before it, and the last token if all steps are."""
+    parts = entry["metadata"]["expression"].split(" ")
+    total, last = int(parts[0]), len(parts) // 2
+    kind, at = slips.choice("rrom"), slips.randint(1, last + 1)
+    pieces: list[tuple[str, bool]] = [(parts[0], True)]
+    for step in range(1, last + 2):
+        is_slip = (kind == "o" and step == at) or (kind == "m" and slips.random() < 0.4)
+        by = slips.choice([-10, -3, -2, -1, 1, 2, 3, 10]) if is_slip else 0
+        if step > last:
+            pieces += [("<answer>", True), (f"{total + by}", not is_slip)]
+        else:
+            operator, term = parts[2 * step - 1], int(parts[2 * step])
+            total += (term if operator == "+" else -term) + by
+            pieces += [(f" {operator} {term} = ", True), (f"{total:+03d}", not is_slip)]
+    pieces.append(("</answer>", all(is_right for _, is_right in pieces)))
+    tokens, labels = list[int](), list[float]()
+    texts = [text for text, _ in pieces]
+    ids_of = tokenizer(texts, add_special_tokens=False)["input_ids"]
+    for ids, (_, is_right) in zip(ids_of, pieces, strict=True):
+        tokens += ids
+        # Which digit is wrong shows at the last one.
+        labels += [IGNORED if not is_right else 1.0] * (len(ids) - 1) + [float(is_right)]
+    return tokens, labels
+
+
+def of_sample(
+    tokenizer: PreTrainedTokenizerFast, entry: dict, response: str
+) -> tuple[list[int], list[float]]:
+    """Return the tokens of a sample of the policy, and their labels.
+
+    They are known up to the first mistake, and at the last token."""
+    tokens, right = tokenizer([response, worked_solution(entry)], add_special_tokens=False)[
+        "input_ids"
+    ]
+    same = 0
+    while same < min(len(tokens), len(right)) and tokens[same] == right[same]:
+        same += 1
+    labels = [1.0] * same + [IGNORED] * (len(tokens) - same)
+    labels[-1:] = [float(tokens == right)]
+    return tokens, labels
 
 
 def batches(
@@ -79,15 +100,27 @@ def batches(
 
     Worked solutions are new in each pool; the policy's samples come up again and again."""
     shuffle = random.Random(seed)
+
+    def pair(row: dict, response: tuple[list[int], list[float]]) -> tuple[list[int], list[float]]:
+        prompt = tokenizer(row["prompt"], add_special_tokens=False)["input_ids"]
+        return prompt + response[0], [IGNORED] * len(prompt) + response[1]
+
     rows = reasoning_gym_rows(MIXTURE, num_samples, SEED + 1000 * seed)
     sampled = sample_responses(policy, tokenizer, [row["prompt"] for row in rows])
     texts = tokenizer.batch_decode(sampled, skip_special_tokens=True)
-    of_policy = [labelled(tokenizer, *pair) for pair in zip(rows, texts, strict=True)]
-    tasks = [{**task, "weight": w} for task, w in zip(MIXTURE, WEIGHTS, strict=True)]
+    of_policy = [
+        pair(row, of_sample(tokenizer, row["entry"], text))
+        for row, text in zip(rows, texts, strict=True)
+    ]
     for pool in range(1, sys.maxsize):
-        rows = reasoning_gym_rows(tasks, POOL_ROWS // 2, SEED + 1000 * seed + pool)
-        pairs = [labelled(tokenizer, row, flawed_solution(row["entry"], shuffle)) for row in rows]
-        pairs += shuffle.sample(of_policy, min(len(of_policy), POOL_ROWS // 2))
+        share = min(pool / RAMP_POOLS, 1.0)
+        tasks = [
+            {**task, "weight": (1.0 - share) * first + share * last}
+            for task, first, last in zip(MIXTURE, FIRST_WEIGHTS, LAST_WEIGHTS, strict=True)
+        ]
+        rows = reasoning_gym_rows(tasks, POOL_ROWS, SEED + 1000 * seed + pool)
+        pairs = [pair(row, flawed_solution(tokenizer, row["entry"], shuffle)) for row in rows]
+        pairs += shuffle.sample(of_policy, int(share * min(len(of_policy), POOL_ROWS)))
         pairs.sort(key=len_of)
         chosen = []
         while pairs:
@@ -109,11 +142,11 @@ def len_of(pair: tuple[list[int], list[float]]) -> int:
 
 
 def loss_of(model: PreTrainedModel, ids, mask, labels) -> torch.Tensor:
-    """Return the mean cross-entropy of all labels, plus that of each sequence's last label."""
+    """Return the mean cross-entropy of the last tokens' labels, plus that of all others."""
     hidden = model.base_model(input_ids=ids, attention_mask=mask).last_hidden_state
     logits, is_labelled = model.score(hidden)[..., 0], labels != IGNORED
-    last = mask.sum(1) - 1
-    rows = torch.arange(len(ids))
+    rows, last = torch.arange(len(ids)), mask.sum(1) - 1
+    is_labelled[rows, last] = False
     return binary_cross_entropy_with_logits(
         logits[is_labelled], labels[is_labelled]
     ) + binary_cross_entropy_with_logits(logits[rows, last], labels[rows, last])
@@ -184,9 +217,9 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     for option, default, meaning in (
         ("--seconds", 900.0, "longest training time"),
         ("--max-steps", 4000, "most updates"),
-        ("--samples", 1024, "samples of the policy to learn from"),
+        ("--samples", 256, "samples of the policy to learn from"),
         ("--seed", 0, "seed of problems and samples"),
-        ("--learning-rate", 1.5e-3, "learning rate at its peak"),
+        ("--learning-rate", 3e-3, "learning rate at its peak"),
         ("--problems", 512, "held-out problems measured at the end"),
     ):
         parser.add_argument(option, type=type(default), default=default, help=meaning)
