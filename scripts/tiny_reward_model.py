@@ -55,25 +55,35 @@ def flawed_solution(
     parts = entry["metadata"]["expression"].split(" ")
     total, last = int(parts[0]), len(parts) // 2
     kind, at = slips.choice("rrom"), slips.randint(1, last + 1)
-    pieces: list[tuple[str, bool]] = [(parts[0], True)]
+    pieces = [(parts[0], parts[0])]  # as they are, and as they would be right
     for step in range(1, last + 2):
         is_slip = (kind == "o" and step == at) or (kind == "m" and slips.random() < 0.4)
         by = slips.choice([-10, -3, -2, -1, 1, 2, 3, 10]) if is_slip else 0
         if step > last:
-            pieces += [("<answer>", True), (f"{total + by}", not is_slip)]
+            pieces += [("<answer>", "<answer>"), (f"{total + by}", f"{total}")]
         else:
             operator, term = parts[2 * step - 1], int(parts[2 * step])
-            total += (term if operator == "+" else -term) + by
-            pieces += [(f" {operator} {term} = ", True), (f"{total:+03d}", not is_slip)]
-    pieces.append(("</answer>", all(is_right for _, is_right in pieces)))
+            total += term if operator == "+" else -term
+            pieces += [(f" {operator} {term} = ",) * 2, (f"{total + by:+03d}", f"{total:+03d}")]
+            total += by
     tokens, labels = list[int](), list[float]()
-    texts = [text for text, _ in pieces]
+    texts = [text for pair in pieces for text in pair]
     ids_of = tokenizer(texts, add_special_tokens=False)["input_ids"]
-    for ids, (_, is_right) in zip(ids_of, pieces, strict=True):
+    for ids, right in zip(ids_of[::2], ids_of[1::2], strict=True):
         tokens += ids
-        # Which digit is wrong shows at the last one.
-        labels += [IGNORED if not is_right else 1.0] * (len(ids) - 1) + [float(is_right)]
-    return tokens, labels
+        labels += up_to_mistake(ids, right)
+    (end,) = tokenizer("</answer>", add_special_tokens=False)["input_ids"]
+    return [*tokens, end], [*labels, float(all(wrong == right for wrong, right in pieces))]
+
+
+def up_to_mistake(tokens: list[int], right: list[int]) -> list[float]:
+    """Return labels of tokens: 1 up to the first one that differs, which has 0, then unknown."""
+    labels = [IGNORED] * len(tokens)
+    for index, token in enumerate(tokens):
+        labels[index] = float(index < len(right) and token == right[index])
+        if not labels[index]:
+            break
+    return labels
 
 
 def of_sample(
@@ -85,10 +95,7 @@ def of_sample(
     tokens, right = tokenizer([response, worked_solution(entry)], add_special_tokens=False)[
         "input_ids"
     ]
-    same = 0
-    while same < min(len(tokens), len(right)) and tokens[same] == right[same]:
-        same += 1
-    labels = [1.0] * same + [IGNORED] * (len(tokens) - same)
+    labels = up_to_mistake(tokens, right)
     labels[-1:] = [float(tokens == right)]
     return tokens, labels
 
@@ -142,14 +149,18 @@ def len_of(pair: tuple[list[int], list[float]]) -> int:
 
 
 def loss_of(model: PreTrainedModel, ids, mask, labels) -> torch.Tensor:
-    """Return the mean cross-entropy of the last tokens' labels, plus that of all others."""
+    """Return the mean cross-entropy of the last tokens' labels, plus that of the others."""
     hidden = model.base_model(input_ids=ids, attention_mask=mask).last_hidden_state
     logits, is_labelled = model.score(hidden)[..., 0], labels != IGNORED
     rows, last = torch.arange(len(ids)), mask.sum(1) - 1
     is_labelled[rows, last] = False
-    return binary_cross_entropy_with_logits(
-        logits[is_labelled], labels[is_labelled]
-    ) + binary_cross_entropy_with_logits(logits[rows, last], labels[rows, last])
+    wanted = labels[is_labelled]
+    # Few tokens are mistakes, and all of them together count as much as the others.
+    weight = torch.where(wanted == 0, 0.5 / (wanted == 0).sum(), 0.5 / (wanted == 1).sum())
+    of_steps = binary_cross_entropy_with_logits(
+        logits[is_labelled], wanted, weight, reduction="sum"
+    )
+    return of_steps + binary_cross_entropy_with_logits(logits[rows, last], labels[rows, last])
 
 
 def train(
@@ -157,7 +168,8 @@ def train(
 ) -> list[float]:
     """Train until a limit is met; return every loss (nats)."""
     rate, begin, losses = options.learning_rate, time.monotonic(), list[float]()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=rate, betas=(0.9, 0.98), weight_decay=0.01)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=rate, betas=(0.9, 0.98), weight_decay=0.01)
     source = batches(policy, tokenizer, options.seed, options.samples)
     with tqdm(total=options.max_steps, desc="reward model", unit="step") as progress:
         while len(losses) < options.max_steps:
@@ -170,7 +182,7 @@ def train(
                 )
             loss = loss_of(model, *next(source))
             loss.backward()
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            torch.nn.utils.clip_grad_norm_(trained, 1.0)
             optimizer.step()
             optimizer.zero_grad()
             losses.append(loss.item())
@@ -242,7 +254,10 @@ def main(arguments: list[str] | None = None) -> None:
     tokenizer = PreTrainedTokenizerFast.from_pretrained(options.policy)
     policy = AutoModelForCausalLM.from_pretrained(options.policy).eval()
     model = AutoModelForSequenceClassification.from_pretrained(options.policy, num_labels=1)
+    model.base_model.requires_grad_(False)
     add_layers(model, LAYERS)
+    for layer in (*model.model.layers[policy.config.num_hidden_layers :], model.model.norm):
+        layer.requires_grad_(True)
     begin = time.monotonic()
     losses = train(model, policy, tokenizer, options)
     seconds = time.monotonic() - begin
