@@ -22,7 +22,7 @@ from bubblespec.draft.proposer import Proposer
 from bubblespec.engine.engine import Engine
 from bubblespec.engine.sampling import EVALUATION
 from bubblespec.errors import InputError
-from bubblespec.mechanisms.drafter.eagle3 import save_eagle3
+from bubblespec.mechanisms.drafter.eagle3 import Eagle3, save_eagle3
 from bubblespec.mechanisms.drafter.mechanism import (
     MAX_CHAIN_LENGTH,
     DrafterMechanism,
@@ -174,6 +174,8 @@ def run(arguments: Namespace, folder: str) -> None:
             trainer.warm_start()
         warm_start_s = time.perf_counter() - begin_s
         if arguments.save and ranks.is_main:
+            if not isinstance(drafter.training.drafter, Eagle3):
+                raise InputError("--save: the drafter is the model's own head")
             save_eagle3(arguments.save, drafter.training.drafter)
         accepted = {}
         for name, noise in NOISE.items():

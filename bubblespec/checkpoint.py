@@ -81,7 +81,7 @@ def save_checkpoint(
         try:
             shutil.rmtree(temporary, ignore_errors=True)
             os.makedirs(temporary)
-            heads = None if config.model.lora_r else vars(model).get(HEADS)
+            heads = None if config.model.lora_r else copied(vars(model).get(HEADS) or {})
             state_dict = heads | model.state_dict() if heads else None
             model.save_pretrained(temporary, state_dict=state_dict)
             tokenizer.save_pretrained(temporary)
@@ -111,6 +111,11 @@ def save_checkpoint(
             return " ".join(str(reason).split()) or type(reason).__name__
 
     return ranks.run_on_rank0(save)
+
+
+def copied(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return copies on the host, as files cannot hold tensors that share memory."""
+    return {name: t.detach().to("cpu", copy=True).contiguous() for name, t in tensors.items()}
 
 
 def _commit(temporary: str, final: str) -> None:

@@ -246,7 +246,7 @@ def test_layer_begins_as_last_full_attention_layer(name):
     full = [number for number, kind in enumerate(kinds) if kind == "full_attention"]
     number = full[-1] if len(full) < len(kinds) and full else policy.config.num_hidden_layers - 1
     theirs = policy.model.layers[number].state_dict()
-    of_head = HeadDrafter(policy, np.arange(12, VOCAB)).layer.state_dict()
+    of_head = HeadDrafter(policy, np.arange(12, VOCAB)).body.layers[0].state_dict()
     assert of_head.keys() == theirs.keys()
     assert all(torch.equal(of_head[name], tensor) for name, tensor in theirs.items())
     drafter = Eagle3(policy, np.arange(12, VOCAB))

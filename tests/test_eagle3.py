@@ -268,7 +268,7 @@ def test_drafter_that_does_not_fit_ends_the_run_in_one_line(policy, folder, spoi
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "qwen3_moe"])
 def test_taps_are_the_same_in_training_and_generation(name):
-    """Of layers written out and of the model's own, over the cache and in whole sequences."""
+    """Whether the layers are written out or the model's own."""
     policy = make_policy(name)
     tap(policy, (1, 1, 0))
     wanted = {}

@@ -1,6 +1,9 @@
 """Heads that predict further tokens: kept in checkpoints, where a model's class in transformers
 leaves them out, as they came or as trained; and as drafters, against transformers' own."""
 
+from functools import partial
+
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -13,12 +16,18 @@ from transformers import (
 )
 from transformers.modeling_layers import MtpModel
 
+from bubblespec.checkpoint import copied
 from bubblespec.engine.model import forward_hidden, pack_sequences
 from bubblespec.engine.model_checks import prepare_model
-from bubblespec.mechanisms.drafter.heads import head_of
+from bubblespec.mechanisms.drafter.heads import FAMILIES as OURS
+from bubblespec.mechanisms.drafter.heads import head_of, places, read_head, save_head
+from bubblespec.mechanisms.drafter.layer import HeadDrafter
 from bubblespec.types import HEADS
+from tests.helpers.clocks import train_in_virtual_time
+from tests.helpers.drafting import chain_always, train_always
 from tests.helpers.models import GQA, VOCAB, everything_in_full_precision
-from tests.helpers.plain import NO_DRAFTS, REWARD, TINY
+from tests.helpers.plain import NO_DRAFTS, REWARD, STEPS, TINY, plain_run
+from tests.helpers.runs import digests, read, weights
 from tests.helpers.threads import train_on_threads
 from tests.test_architectures import LINEAR, SERVED, build
 
@@ -130,7 +139,7 @@ def chain_of_reference(policy, reference, hidden, tokens) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_chain_of_a_models_head_equals_transformers(name, monkeypatch):
+def test_chain_of_a_models_head_equals_transformers(name, monkeypatch, tmp_path):
     policy, reference = with_head(name, monkeypatch)
     kept = dict(vars(policy)[HEADS])
     drafter = head_of(policy)
@@ -163,6 +172,14 @@ def test_chain_of_a_models_head_equals_transformers(name, monkeypatch):
                 "lm_head.weight" if "shared_head" in name else "model.embed_tokens.weight"
             ),
         )
+    # Files hold tensors that share memory in the policy, such as experts.
+    policy.save_pretrained(tmp_path, state_dict=copied(now) | policy.state_dict())
+    saved = load_file(tmp_path / "model.safetensors")
+    assert all(torch.equal(saved[name], tensor) for name, tensor in now.items())
+    save_head(str(tmp_path / "drafter"), policy)
+    vars(policy)[HEADS] = kept
+    read_head(str(tmp_path / "drafter"), policy)
+    assert all(torch.equal(vars(policy)[HEADS][name], tensor) for name, tensor in now.items())
     drafter.discard()
     assert vars(policy)[HEADS] is not now and vars(policy)[HEADS].keys() == kept.keys()
 
@@ -189,3 +206,53 @@ def test_head_of_another_form_is_refused_in_one_line(monkeypatch):
         head_of(policy)
     vars(policy)[HEADS] = {}
     assert head_of(policy) is None
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory):
+    """A small hybrid that comes with a head."""
+    folder, tokenizer = tmp_path_factory.mktemp("source"), AutoTokenizer.from_pretrained(TOKENIZER)
+    ends = {"eos_token_id": tokenizer.eos_token_id, "vocab_size": len(tokenizer)}
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(Qwen3_5TextConfig(**{**GQA, **LINEAR, **ends}))
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    prepare_model(model, 32)
+    own = places(HeadDrafter(model, np.arange(len(tokenizer))), OURS[0])
+    head = {f"mtp.{name}": tensor.detach().clone() for name, tensor in own}
+    given = load_file(folder / "model.safetensors")
+    save_file(given | head, folder / "model.safetensors", {"format": "pt"})
+    return folder, head
+
+
+@pytest.mark.parametrize("adapter", [[], ["model.lora_r=2"]])
+def test_run_drafts_with_the_models_head_and_saves_it_as_trained(
+    monkeypatch, tmp_path, tmp_path_factory, source, adapter, capfd
+):
+    """By default, with chains in every forward, also after a resumption."""
+    folder, head = source
+    options = [*TINY, REWARD, f"model.path={folder}", *adapter]
+    plain = plain_run(tmp_path_factory, *options)
+    patch = partial(monkeypatch.setattr, raising=False)
+    chain_always(patch)
+    train_always(patch)
+    run = [*options, f"run.output_dir={tmp_path}"]
+    train_in_virtual_time(*run, "run.max_steps=2")
+    train_in_virtual_time(*run)
+    assert digests(tmp_path)[-STEPS:] == digests(plain)
+    ours, wanted = weights(tmp_path, STEPS), weights(plain, STEPS)
+    for name in wanted.keys() - head.keys():
+        assert (ours[name] - wanted[name]).abs().max() <= 1e-6, name
+    assert "drafter: trained with" not in capfd.readouterr().err, "a head needs no warm start"
+    assert sum(line.get("drafts/drafter/tokens", 0.0) for line in read(tmp_path)) > 100
+    files = []
+    for step in (2, STEPS):
+        saved = tmp_path / f"checkpoint-{step}" / ("drafter" if adapter else "")
+        files.append(load_file(saved / "model.safetensors"))
+        assert head.keys() <= files[-1].keys()
+    trained, resumed = files  # which had nothing to learn from in its first rollout
+    assert not all(torch.equal(trained[name].double(), head[name].double()) for name in head)
+    assert all(torch.equal(trained[name], resumed[name]) for name in head)
+    if not adapter:
+        model = AutoModelForCausalLM.from_pretrained(tmp_path / f"checkpoint-{STEPS}")
+        assert model.config.model_type == "qwen3_5_text"

@@ -81,7 +81,7 @@ class Heads(NamedTuple):
 
 @dataclass
 class Taps:
-    """The states in front of some layers in a model's latest forward, for who reads along."""
+    """The inputs of some layers in a model's latest forward."""
 
     layers: tuple[int, ...]
     states: dict[int, torch.Tensor] = field(default_factory=dict)  # [N, hidden] by layer
@@ -169,11 +169,15 @@ def forward_hidden(
 
 
 def tap(model: PreTrainedModel, layers: tuple[int, ...]) -> None:
-    """Keep the states in front of these layers, from the next forward on."""
+    """Keep the states in front of these layers, from the next forward on.
+
+    Raises ValueError for a model whose layers are not known."""
     if (known := taps_of(model)) is not None and known.layers == layers:
         return
+    modules = [module for _, module in named_layers(model)]
+    if len(modules) != model.config.get_text_config(decoder=True).num_hidden_layers:
+        raise ValueError(f"{type(model).__name__} does not say which of its modules are its layers")
     taps = vars(model)[TAPS] = Taps(layers)
-    modules = decoder_layers(model)
     for number in set(layers):  # of the model's own modules; those written out call `note`
 
         def note(module, args: tuple, kwargs: dict, number: int = number) -> None:
@@ -200,9 +204,10 @@ def last_hidden(model: torch.nn.Module, hidden: torch.Tensor) -> torch.Tensor:
     return hidden if taps is None else hidden[..., : hidden.shape[-1] // (1 + len(taps.layers))]
 
 
-def decoder_layers(model: PreTrainedModel) -> list[torch.nn.Module]:
-    """Return the model's own layers."""
-    return [m for m in body_of(model).modules() if isinstance(m, GradientCheckpointingLayer)]
+def named_layers(model: PreTrainedModel) -> list[tuple[str, torch.nn.Module]]:
+    """Return the layers of the model's own class, and their names in its `body_of`."""
+    modules = body_of(model).named_modules()
+    return [(name, m) for name, m in modules if isinstance(m, GradientCheckpointingLayer)]
 
 
 def body_of(model: PreTrainedModel) -> Any:

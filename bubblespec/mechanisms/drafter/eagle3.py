@@ -5,10 +5,9 @@ and the embedding of the token after it, side by side; where the policy's states
 the drafter continues from its own output. It has an output head of its own for some of the policy's
 tokens; the embedding is the policy's.
 
-Folders are those that vLLM and SGLang serve (`config.json`, `model.safetensors`), whose loaders
-name what is read here: `midlayer.*` or `layers.0.*`, and `d2t`, the policy's id minus the
-drafter's. Layers are numbered as in vLLM: number n is what goes into layer n. SGLang's numbers
-(`eagle_config`) are lower by one.
+A folder (`config.json`, `model.safetensors`) is what vLLM and SGLang serve: the layer's tensors are
+`midlayer.*` or `layers.0.*`, and `d2t` is the policy's token id minus the drafter's. A layer's
+number means its input, as in vLLM; SGLang's numbers (`eagle_config`) are lower by one.
 
 Shape legend: N positions, H hidden size, V token ids that the drafter knows.
 """
@@ -58,6 +57,9 @@ class Eagle3(Drafter):
         size, width = self.config.hidden_size, decoder.hidden_size
         if size != width:
             raise ValueError(f"its hidden_size is {size}, but the policy's {width}")
+        embedding: Any = policy.get_input_embeddings()
+        if (embedded := embedding.weight.shape[1]) != width:
+            raise ValueError(f"the policy's embeddings have {embedded} numbers, not {width}")
         options: dict[str, Any] = {"device": policy.device, "dtype": policy.dtype}
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
@@ -207,7 +209,7 @@ def save_eagle3(folder: str, drafter: Eagle3) -> None:
         "norm_before_residual": drafter.norms_residual,
     }
     num_layers = drafter.policy.config.get_text_config(decoder=True).num_hidden_layers
-    if drafter.taps != (2, num_layers // 2, num_layers - 3):  # where loaders are told nothing
+    if drafter.taps != (2, num_layers // 2, num_layers - 3):  # the default of both
         content |= {AUX_LAYERS: list(drafter.taps)}  # vLLM
         content |= {"eagle_config": {AUX_LAYERS: [n - 1 for n in drafter.taps]}}  # SGLang
     text = json.dumps(content, indent=2, sort_keys=True)

@@ -3,12 +3,12 @@
 Such a head is trained with the model to predict further tokens (multi-token prediction,
 DeepSeek-V3, arXiv 2412.19437, section 2.2): norms of its two inputs, a projection of both side by
 side, a layer of the model, and a norm in front of the model's output head. For each further token
-of a chain it goes on from its own output behind that norm, as in SGLang and transformers; vLLM
-leaves the norm out there for DeepSeek and GLM. The names are those that vLLM reads
-(`qwen3_5_mtp.py`, `deepseek_mtp.py`, `glm4_moe_mtp.py`).
+of a chain the head reads its own normed output, as in SGLang and transformers; for DeepSeek and GLM
+vLLM passes the output on without the norm. Names of tensors follow vLLM's `qwen3_5_mtp.py`,
+`deepseek_mtp.py` and `glm4_moe_mtp.py`.
 
-A model's class leaves its head out, and `loading.keep_heads` keeps the tensors for checkpoints. A
-drafter's tensors take their place, so checkpoints have the head as trained, where it came from.
+A model's class in transformers has no such head, so `loading.keep_heads` keeps its tensors for
+checkpoints. The drafter's tensors replace them, so a checkpoint has the head as trained.
 """
 
 import os
@@ -21,6 +21,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
+from bubblespec.checkpoint import copied
 from bubblespec.engine.model import output_head
 from bubblespec.mechanisms.drafter.layer import HeadDrafter
 from bubblespec.types import HEADS
@@ -50,7 +51,7 @@ EMBEDDING, HEAD = "embed_tokens.weight", "shared_head.head.weight"  # copies of 
 def head_of(policy: PreTrainedModel) -> HeadDrafter | None:
     """Return the head that came with a prepared policy as a drafter, or None.
 
-    Its tensors replace those that are kept. Raises ValueError for a head of another form."""
+    From then on checkpoints save the drafter's tensors. Raises ValueError for an unknown form."""
     kept: dict[str, torch.Tensor] = vars(policy).get(HEADS) or {}
     names = next((names for names in FAMILIES if _prefix(names, kept)), None)
     if names is None:
@@ -78,7 +79,7 @@ def head_of(policy: PreTrainedModel) -> HeadDrafter | None:
 def save_head(folder: str, policy: PreTrainedModel) -> None:
     """Write the head into a folder of its own, by the names that it came with. Raises OSError."""
     os.makedirs(folder, exist_ok=True)
-    tensors = {name: t.cpu().contiguous() for name, t in vars(policy)[HEADS].items()}
+    tensors = copied(vars(policy)[HEADS])
     save_file(tensors, os.path.join(folder, HEAD_FILE), {"format": "pt"})
 
 
@@ -100,7 +101,7 @@ def places(drafter: HeadDrafter, names: Names) -> Iterator[tuple[str, torch.Tens
     embedding_norm, hidden_norm = drafter.norms
     parts: list[tuple[str, Any]] = [(names.embedding_norm, embedding_norm)]
     parts += [(names.hidden_norm, hidden_norm), (names.projection, drafter.fuse)]
-    parts += [(names.norm, drafter.last_norm), (names.layer, drafter.layer)]
+    parts += [(names.norm, drafter.body.norm), (names.layer, drafter.body.layers[0])]
     for beginning, module in parts:
         for name, tensor in module.state_dict().items():
             whole = f"{beginning}.{name}".lstrip(".")

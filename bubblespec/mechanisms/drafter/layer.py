@@ -15,11 +15,10 @@ import numpy as np
 import torch
 from torch.nn import functional
 from transformers import PreTrainedConfig, PreTrainedModel
-from transformers.modeling_layers import GradientCheckpointingLayer
 
 from bubblespec.engine import attention
 from bubblespec.engine.arrays import to_device
-from bubblespec.engine.model import body_of, of_layers, output_head
+from bubblespec.engine.model import body_of, named_layers, of_layers, output_head
 from bubblespec.types import HEADS
 
 PLACEHOLDER_VOCABULARY = 8  # of the layer's own embedding, which is not used
@@ -32,7 +31,7 @@ class Drafter(torch.nn.Module):
 
     policy: PreTrainedModel
     taps: tuple[int, ...] = ()
-    """The policy's layers of which it reads what goes into them."""
+    """Layers of the policy whose inputs it reads."""
 
     def __init__(self, policy: PreTrainedModel, ids: np.ndarray):
         """ids: int [V], the tokens that can be drafted, ascending."""
@@ -40,7 +39,6 @@ class Drafter(torch.nn.Module):
         self.__dict__["policy"] = policy  # not registered: its parameters are not ours
         self.ids = np.asarray(ids, np.int64)
         self.device_ids = to_device(self.ids, policy.device)
-        self.has_all = bool(self.ids[-1] == len(self.ids) - 1)
         self.hidden_size = policy.get_output_embeddings().weight.shape[1]
         self._head: list[Any] = []  # weight and bias of `ids`
         self._head_version = -1
@@ -79,14 +77,10 @@ class Drafter(torch.nn.Module):
         if self._head_version != linear.weight._version:
             # Not an inference tensor, even if first needed while drafting: training uses it too.
             with torch.inference_mode(False), torch.no_grad():
-                self._head = [
-                    None
-                    if t is None
-                    else t[: len(self.ids)]
-                    if self.has_all
-                    else t[self.device_ids]
-                    for t in (linear.weight.detach(), linear.bias)
-                ]
+                is_whole = self.ids[-1] == len(self.ids) - 1  # a view, without a copy
+                rows = slice(len(self.ids)) if is_whole else self.device_ids
+                tensors = linear.weight.detach(), linear.bias
+                self._head = [None if t is None else t[rows] for t in tensors]
             self._head_version = linear.weight._version
         return head.finish(functional.linear(hidden[..., : self.hidden_size], *self._head))
 
@@ -108,21 +102,11 @@ class HeadDrafter(Drafter):
         options: dict[str, Any] = {"device": policy.device, "dtype": policy.dtype}
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            self.body = _one_layer(policy).to(**options)
+            self.body: Any = _one_layer(policy).to(**options)
             self.fuse = torch.nn.Linear(sum(sizes), sizes[1], bias=False, **options)
         if not hasattr(self.body, "norm"):
             raise ValueError(f"{type(policy).__name__} has no norm behind its layers")
         self.norms = torch.nn.ModuleList(copy.deepcopy(self.body.norm) for _ in ends)
-
-    @property
-    def layer(self) -> torch.nn.Module:
-        """The one layer of the body."""
-        return self.body.layers[0]
-
-    @property
-    def last_norm(self) -> torch.nn.Module:
-        """What follows the layer."""
-        return self.body.norm
 
     def combine(self, hidden: torch.Tensor) -> torch.Tensor:
         return hidden[..., : self.hidden_size]
@@ -162,10 +146,7 @@ def _one_layer(policy: PreTrainedModel) -> PreTrainedModel:
         reason = " ".join(str(error).split())[:200]
         message = f"{type(policy).__name__} cannot be made with one layer: {reason}"
         raise ValueError(message) from error
-    source, target = (
-        [name for name, m in model.named_modules() if isinstance(m, GradientCheckpointingLayer)]
-        for model in (body_of(policy), body)
-    )
+    source, target = ([name for name, _ in named_layers(model)] for model in (policy, body))
     known, state = body_of(policy).state_dict(), {}
     for name, tensor in body.state_dict().items():
         name_there = name

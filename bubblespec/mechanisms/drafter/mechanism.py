@@ -32,7 +32,7 @@ from bubblespec.engine.batch import Batch, SamplingParams
 from bubblespec.engine.engine import Engine
 from bubblespec.engine.forward import ModelForward
 from bubblespec.engine.kv_cache import KVCache
-from bubblespec.engine.model import attention_layers, decoder_layers, layer_heads, tap
+from bubblespec.engine.model import attention_layers, layer_heads, tap
 from bubblespec.engine.runner import ModelRunner
 from bubblespec.engine.sampling import widen
 from bubblespec.errors import InputError, log, one_line
@@ -43,7 +43,6 @@ from bubblespec.mechanisms.drafter.eagle3 import (
     Eagle3,
     read_eagle3,
     save_eagle3,
-    tapped_layers,
 )
 from bubblespec.mechanisms.drafter.heads import head_of, read_head, save_head
 from bubblespec.mechanisms.drafter.layer import Drafter, last_full_layer
@@ -398,9 +397,13 @@ def prepare(run: Run) -> None:
     run.own[NAME] = drafter
     if drafter is None and NAME not in config.speculative.sources:
         return
-    layers = tapped_layers(len(decoder_layers(model))) if drafter is None else drafter.taps
-    if layers:
-        tap(model, layers)
+    try:  # one that is to be made: whether there can be one
+        taps = (drafter or Eagle3(model, np.arange(1))).taps
+        if taps:
+            tap(model, taps)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        problem = f"no drafter for this policy: {one_line(error)}"
+        raise InputError(f"speculative.method: {problem}") from error
 
 
 def add_needs(needs: Needs, run: Run) -> Needs:

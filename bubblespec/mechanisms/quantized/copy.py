@@ -167,7 +167,7 @@ class CopyForward(ModelForward):
         return Decoder(self.copy.model, self.copy.product_of)
 
     def hidden(self, tokens: torch.Tensor, packing: CachePacking) -> torch.Tensor:
-        """Return the copy's last hidden states alone: nobody reads along."""
+        """Return the copy's last hidden states [N, hidden], without taps."""
         assert self.decoder is not None
         return self.decoder.hidden(tokens, packing)
 

@@ -82,7 +82,7 @@ def run(arguments: argparse.Namespace) -> None:
         (config, workload), default_ranks = synthetic_run(spec, arguments.overrides), 8
     num_ranks = default_ranks if arguments.ranks is None else arguments.ranks
     given = {name: getattr(arguments, name) for name in MODELS}
-    models = {
+    models: dict[str, Any] = {
         name: parse(MODELS[name], text, f"--{name}") if text else None
         for name, text in given.items()
     }
