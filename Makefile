@@ -12,8 +12,10 @@ FAST := golden layout verify suffix sampling losses advantages data rows schedul
 
 .PHONY: train test test-fast durations lint smollm2 clean
 
+CONFIG ?= configs/tiny_cpu.yaml
+
 train: .venv/installed
-	$(BIN)/torchrun --nproc_per_node=2 train.py --config configs/tiny_cpu.yaml
+	$(BIN)/torchrun --nproc_per_node=2 train.py --config $(CONFIG)
 
 test: .venv/tests lint
 	$(BIN)/python -m pytest -q --durations=10 -n logical --maxprocesses=4 --dist=loadfile --no-loadscope-reorder

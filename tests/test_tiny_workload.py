@@ -1,18 +1,26 @@
 """The tiny workload: its problems, its tokenizer, its training and the shipped policy."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 import reasoning_gym
 import torch
 from reasoning_gym.utils import extract_answer
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from bubblespec.data.prompts import reasoning_gym_rows
+from bubblespec.engine.model_checks import prepare_model
+from bubblespec.mechanisms.drafter.heads import head_of
+from bubblespec.types import HEADS
+from scripts import tiny_head
 from scripts import tiny_policy as tiny
+from tests.helpers.runs import read, train_here
 
 SHIPPED = Path(__file__).parent.parent / "configs" / "tiny_policy"
+HYBRID = SHIPPED.parent / "tiny_hybrid"
 
 
 @pytest.fixture(scope="module")
@@ -62,6 +70,27 @@ def test_short_run_learns_and_can_be_loaded(tmp_path, monkeypatch):
     ids = tokenizer(prompt)["input_ids"] + tokenizer("4 - 1")["input_ids"]
     logits = model(torch.tensor([ids])).logits[0, -1]
     assert logits.argmax().item() == tokenizer(" = ")["input_ids"][0]
+
+
+def test_shipped_hybrid_learns(tmp_path):
+    """256 samples: twice the standard error of a mean is 0.06."""
+    options = ["run.max_steps=20", "run.save_steps=20", "eval.num_prompts=64"]
+    train_here(tmp_path, *options, config="configs/tiny_hybrid.yaml", short=())
+    rewards = [line["eval/reward"] for line in read(tmp_path) if "eval/reward" in line]
+    assert len(rewards) == 2 and rewards[0] < 0.55 and rewards[1] > rewards[0] + 0.15
+
+
+def test_head_is_written_next_to_the_weights(tmp_path):
+    folder = shutil.copytree(HYBRID, tmp_path / "policy")
+    before = load_file(folder / "model.safetensors")
+    tiny_head.main(["--policy", str(folder), "--prompts", "3"])
+    after = load_file(folder / "model.safetensors")
+    head = {name: tensor for name, tensor in after.items() if name.startswith("mtp.")}
+    assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    prepare_model(model, 64)
+    vars(model)[HEADS] = head
+    assert head_of(model) is not None
 
 
 def test_deeper_policy_has_same_logits_and_tokenizer(tmp_path, monkeypatch):
