@@ -27,7 +27,7 @@ from tests.helpers.runs import (
 )
 from tests.helpers.threads import train_on_threads
 
-TINY, CPU = "configs/tiny_policy", torch.device("cpu")
+TINY, HYBRID, CPU = "configs/tiny_policy", "configs/tiny_hybrid", torch.device("cpu")
 
 BETAS = (0.0, 1e-3, 0.3, 0.5, 1.0)
 
@@ -86,12 +86,16 @@ def teacher(tmp_path_factory):
     """Folder of a deeper model than the tiny policy, which gives other tokens."""
     folder, model = tmp_path_factory.mktemp("teacher"), AutoModelForCausalLM.from_pretrained(TINY)
     add_layers(model, 4)
+    return save_perturbed(model, TINY, folder)
+
+
+def save_perturbed(model, tokenizer: str, folder):
     torch.manual_seed(0)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.1 * torch.randn_like(parameter))
     model.save_pretrained(folder)
-    AutoTokenizer.from_pretrained(TINY).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(tokenizer).save_pretrained(folder)
     return folder
 
 
@@ -155,6 +159,20 @@ def test_distilled_runs_equal_with_ranks_drafts_and_kills(teacher, alone, tmp_pa
     assert max_change(weights(tmp_path, 3), weights(alone, 3)) < 1e-8
     drafted = sum(line["rollout/spec_accepted_tokens"] for line in steps_of(tmp_path))
     assert drafted > 0
+
+
+def test_distilled_hybrid_equals_with_ranks_and_drafts(tmp_path):
+    model = AutoModelForCausalLM.from_pretrained(HYBRID)
+    teacher = save_perturbed(model, HYBRID, tmp_path / "teacher")
+    options = [*RUN, f"model.path={HYBRID}", f"model.teacher_path={teacher}"]
+    train_here(tmp_path / "alone", "speculative.method=none", short=options)
+    drafts = ("speculative.method=bubble+suffix", ALWAYS_DRAFT)
+    train_on_threads(2, *options, *drafts, f"run.output_dir={tmp_path / 'two'}")
+    assert digests(tmp_path / "two") == digests(tmp_path / "alone")
+    assert max_change(weights(tmp_path / "two", 3), weights(tmp_path / "alone", 3)) < 1e-8
+    lines = steps_of(tmp_path / "two")
+    assert lines[2]["divergence"] < lines[0]["divergence"]
+    assert sum(line["rollout/spec_accepted_tokens"] for line in lines) > 0
 
 
 def test_mechanisms_take_teachers(teacher, tmp_path):

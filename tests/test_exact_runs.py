@@ -44,6 +44,7 @@ OPTIONS = {
     "drafter": ["speculative.method=bubble+suffix+drafter", "drafter.warm_start=100", ALWAYS_DRAFT],
     "copy": ["speculative.method=bubble+suffix+quantized", ALWAYS_DRAFT],
     "streamed": ["optim.stream_gradients=true"],
+    "sharded": ["optim.shard_state=true"],  # needs processes
     "late": [],
     "tp tail": ["rollout.tp_tail_max_rows=6"],
     "workers": ["reward.num_workers=1"],
@@ -129,10 +130,12 @@ def test_comparing_rewards_see_whole_groups(tmp_path_factory, monkeypatch, tmp_p
         assert line["reward/errors"] == 0 and line["reward"] > 0
 
 
-def test_processes_equal_threads(tmp_path_factory, tmp_path):
-    used = ["drafts", "workers", "tp tail"]
+@pytest.mark.parametrize(
+    "shape, used", [("in order", "drafts+workers+tp tail"), ("hybrid", "drafts+sharded")]
+)
+def test_processes_equal_threads(tmp_path_factory, tmp_path, shape, used):
+    used, short = used.split("+"), [*TINY, *SHAPES[shape]]
     options = options_of(used)
-    short = [*TINY, *SHAPES["in order"]]
     run_until_killed(tmp_path, 4, STEPS - 1, *options, short=short)
     run(tmp_path, 2, *options, short=short)
     check_same(tmp_path, plain_run(tmp_path_factory, *short))
