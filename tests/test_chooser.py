@@ -9,7 +9,7 @@ from bubblespec.planner.chooser import DRAFTS, Chooser
 from bubblespec.planner.prices import Counts, Prices
 from bubblespec.planner.stats import RunStats
 
-COPY = "copy"
+COPY, DRAFTER = "copy", "drafter"
 NOTHING = Counts(1.0, 0.0, 0.0, 0.0, 0.0)
 ALL = frozenset([DRAFTS, COPY])
 
@@ -18,31 +18,34 @@ def play(effects, seed: int, num_rollouts: int, chooser: Chooser) -> tuple[float
     """Return the seconds of made-up rollouts over those of the best fixed choice, and the share of
     rollouts with drafts.
 
-    effects: of drafts and of the copy on log seconds, by rollout; the noise is 5%. Drafts gain
-    behind a rollout that had them, and the copy half in each."""
+    effects: of drafts, of the copy and of a drafter on log seconds, by rollout; the noise is 5%.
+    Drafts gain behind a rollout that had them, and the others half in each."""
     rng, seconds, best_s, num_drafted = np.random.default_rng(seed), 0.0, 0.0, 0
-    before: frozenset[str] = ALL
+    before = frozenset(chooser.parts)
     for step in range(num_rollouts):
-        drafts, copy = effects(step)
+        drafts, *others = effects(step)
         off, size_s = chooser.off(step), rng.lognormal(0.0, 0.3)
         log_s = 0.15
         if DRAFTS not in off:
             log_s += drafts if DRAFTS not in before else max(drafts, 0.0)
-            log_s += copy * (2 - (COPY in off) - (COPY in before)) / 2
+            for name, effect in zip(chooser.parts[1:], others, strict=False):
+                log_s += effect * (2 - (name in off) - (name in before)) / 2
         seconds += size_s * np.exp(log_s)
-        best_s += size_s * np.exp(0.15 + min(0.0, drafts + min(0.0, copy)))
+        best_s += size_s * np.exp(0.15 + min(0.0, drafts + np.minimum(others, 0.0).sum()))
         num_drafted += DRAFTS not in off
         chooser.observe(step, size_s * np.exp(log_s) * rng.lognormal(0.0, 0.05), size_s)
         before = off
     return seconds / best_s, num_drafted / num_rollouts
 
 
-CASES = {  # effects of drafts and of the copy on log seconds
+CASES = {  # effects of drafts, of the copy and of a drafter, if there is one, on log seconds
     "30% faster": (-0.26, -0.05),
     "8% faster": (-0.08, -0.02),
     "5% slower": (0.05, 0.01),
     "20% slower": (0.2, 0.0),
     "copy 10% slower": (-0.15, 0.1),
+    "drafter 15% faster": (-0.1, 0.1, -0.15),
+    "drafter 10% slower": (-0.1, -0.05, 0.1),
 }
 
 
@@ -55,6 +58,8 @@ CASES = {  # effects of drafts and of the copy on log seconds
         ("20% slower", 60, 1.06),
         ("20% slower", 200, 1.04),
         ("copy 10% slower", 60, 1.05),
+        ("drafter 15% faster", 60, 1.06),
+        ("drafter 10% slower", 60, 1.06),
     ],
 )
 def test_choices_are_near_the_best_fixed_one(case, num_rollouts, most):
@@ -62,7 +67,8 @@ def test_choices_are_near_the_best_fixed_one(case, num_rollouts, most):
 
 
 def mean_cost(case: str, num_rollouts: int, num_runs: int) -> float:
-    parts, effects = [DRAFTS, COPY], CASES[case]
+    effects = CASES[case]
+    parts = [DRAFTS, COPY, DRAFTER][: len(effects)]
     runs = (play(lambda _: effects, seed, num_rollouts, Chooser(parts)) for seed in range(num_runs))
     return float(np.mean([cost for cost, _ in runs]))
 

@@ -153,5 +153,6 @@ def test_failed_drafter_is_neither_used_nor_saved(monkeypatch, tmp_path, has_fai
     plan = SimpleNamespace(without=frozenset(), step=1, works=[])
     drafter.begin_rollout(plan)
     drafter.save(str(tmp_path))
-    assert enabled == [not has_failed]
+    drafter.begin_rollout(SimpleNamespace(without=frozenset(["drafter"]), step=1, works=[]))
+    assert enabled == [not has_failed, False] and not drafter.training.is_enabled
     assert len(plan.works) == len(saved) == (not has_failed)

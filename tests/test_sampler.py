@@ -336,12 +336,14 @@ def test_placement_uses_lengths_of_earlier_epochs(monkeypatch):
 
 def test_costs_count_chains_where_the_next_rollout_has_them(monkeypatch):
     """Whether or not the rollout that they are learned from had any."""
-    choices = [frozenset(), frozenset(["copy"]), frozenset(["copy", DRAFTS])]
-    monkeypatch.setattr(Chooser, "_draw", lambda chooser, step: choices[step // 3 % 3])
+    off = [], ["drafter"], ["copy"], ["copy", "drafter", DRAFTS]
+    monkeypatch.setattr(Chooser, "_draw", lambda chooser, step: frozenset(off[step // 3 % 4]))
     stats, groups = RunStats(cost=fixed_cost()), groups_of(0)
     stats.chains = lambda context: np.full(len(CHAIN_ROWS), 0.5)
+    stats.chains_part = "copy"
     stats.chooser = Chooser([DRAFTS])
     stats.chooser.add("copy")
+    stats.chooser.add("drafter")
     launch, seen = StepBatch(groups, len(groups), 2), set()
     rows = dict(enumerate(make_rows(groups, 2, LIMIT)))
     for row in rows.values():
@@ -352,9 +354,9 @@ def test_costs_count_chains_where_the_next_rollout_has_them(monkeypatch):
         options = {"planning_s": 0.0, "used_share": 0.0, "num_slots": 8, "step": step}
         stats.observe_rollout(record, launch, rows, ALONE, **options)
         coming = stats.chooser.off(step + 1)
-        assert (stats.cost_without(coming).chains is not None) == (not coming)
-        seen.add(("copy" in without, not coming))
-    assert {(True, True), (False, False)} <= seen
+        assert (stats.cost_without(coming).chains is not None) == ("copy" not in coming)
+        seen.add(("copy" in without, len(coming)))
+    assert {(True, 0), (False, 1), (True, 3)} <= seen
     again = RunStats(chains=stats.chains)
     again.load_state_dict(stats.state_dict())
     assert again.cost_without(frozenset()).chains.tolist() == [0.5] * len(CHAIN_ROWS)

@@ -26,7 +26,7 @@ KEPT = 1 - 1 / 300  # of an effect's distance from its prior's mean, per rollout
 NOISE, NOISE_ROLLOUTS = 0.06, 6
 # Draws are quasi-random: multiples of these, modulo 1, are spread evenly (Kronecker's sequence), so
 # no series of unlucky draws keeps a part off for long.
-STRIDES = (5**0.5 / 2 - 0.5, 2**0.5 - 1.0)
+STRIDES = (5**0.5 / 2 - 0.5, 2**0.5 - 1.0, 3**0.5 - 1.0)
 MAX_SURPRISE = 0.3  # log seconds; beyond, something else has interrupted the rollout
 WARM_UP = 3  # rollouts learned before the first choice: drafts are few until some were verified
 

@@ -46,6 +46,8 @@ class RunStats:
     """The same with the chains of the quantised copy; None without one."""
     chains: Callable[[float], np.ndarray] | None = None
     """Returns by which factors the copy shortens decoding, see `DraftModelSource.shortening`."""
+    chains_part: str = ""
+    """The copy's name among the chooser's parts."""
     context: float = 0.0
     """Mean positions of a row in the latest rollout."""
     lengths: LengthModel = field(default_factory=LengthModel)
@@ -66,7 +68,8 @@ class RunStats:
 
     def cost_without(self, off: frozenset[str]) -> CostModel | None:
         """Return the mean cost of all ranks in rollouts without some parts, see `Chooser`."""
-        return self.shared_cost if off or self.copy_cost is None else self.copy_cost
+        has_chains = self.copy_cost is not None and self.chains_part not in off
+        return self.copy_cost if has_chains else self.shared_cost
 
     def metrics(self) -> dict[str, float]:
         """Return the effects of what is chosen about, and the error of the prices."""

@@ -56,7 +56,6 @@ from bubblespec.mechanisms.drafter.training import (
     warm_up,
 )
 from bubblespec.memory import Needs, has_pages, max_slots
-from bubblespec.planner.chooser import DRAFTS
 from bubblespec.planner.costs import CostModel
 from bubblespec.records import StepRecord
 from bubblespec.rollout.plan import Mechanism, RolloutPlan
@@ -318,7 +317,7 @@ class DrafterMechanism(Mechanism):
         """Draft and learn in rollouts of steps, unless drafts are left out."""
         if self.training is None:
             return
-        is_used = DRAFTS not in plan.without and plan.step is not None
+        is_used = NAME not in plan.without and plan.step is not None
         is_used &= not self.training.has_failed
         self.training.is_enabled = is_used and self.config.drafter.train
         self.source.is_enabled = is_used and self.source.problem is None
@@ -451,5 +450,6 @@ def make(run: Run) -> DrafterMechanism | None:
         return None
     kernel = run.learner.kernel
     mechanism = DrafterMechanism(sampler, run.model, drafter, run.set_kernels, kernel)
+    sampler.stats.chooser.add(NAME)
     run.followers.append(mechanism.moved_to)
     return mechanism

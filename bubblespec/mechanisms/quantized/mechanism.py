@@ -65,7 +65,8 @@ class QuantizedMechanism(Mechanism):
     def begin_rollout(self, plan: RolloutPlan) -> None:
         """Renew what the share of the last rollouts' seconds allows, if the copy is used."""
         self.source.runner.params = plan.params
-        self.source.is_enabled = not plan.without and self.source.problem is None
+        is_used = NAME not in plan.without  # which lacks all parts where it lacks drafts
+        self.source.is_enabled = is_used and self.source.problem is None
         if plan.step is None or not self.source.is_enabled:
             return
         try:
@@ -203,7 +204,7 @@ def make(run: Run) -> QuantizedMechanism | None:
     source = make_source(of_copy, cost, copy_cost, always=always, clock=ranks.clock)
     sampler.proposer.add(source)
     sampler.stats.chooser.add(NAME)
-    sampler.stats.chains = source.shortening
+    sampler.stats.chains, sampler.stats.chains_part = source.shortening, NAME
     run.after_update.append(of_copy.copy.note_update)
     return QuantizedMechanism(source)
 
