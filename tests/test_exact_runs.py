@@ -52,7 +52,7 @@ OPTIONS = {
 }
 METRICS = {  # that are above 0 where an option has been used
     "drafts": ["rollout/spec_accepted_tokens", "bubble/drafted_tokens"],
-    "drafter": ["drafts/drafter/tokens"],
+    "drafter": ["drafts/drafter/tokens", "drafter/num_updates"],
     "copy": ["drafts/quantized/tokens", "quantized/chain_length"],
     "streamed": ["idle/gradients/share"],
     "tp tail": ["tp_tail/rows"],
@@ -71,7 +71,7 @@ CASES = [
     ("dynamic sampling", "late+drafts+streamed", 2, None),
     ("dynamic sampling", "copy+invariant", 2, None),
     ("hybrid", "drafts+few slots+streamed", 2, "kill"),
-    ("hybrid", "late+drafts", 3, "stop"),
+    ("hybrid", "late+drafter", 3, "stop"),
     ("hybrid", "drafter", 1, None),
     ("hybrid, lora", "drafts", 2, "kill"),
     ("lora and truncation", "drafter", 1, None),

@@ -40,6 +40,8 @@ def check_same(folder, plain, keys=KEYS, *, is_exact=False):
     ours, wanted = weights(folder, STEPS), weights(plain, STEPS)
     assert ours.keys() == wanted.keys()
     for name, weight in wanted.items():
+        if name.startswith("mtp."):
+            continue  # the head that drafts, which idle time trains
         assert (ours[name] - weight).abs().max() <= (0.0 if is_exact else 1e-6), name
     for line, other in zip(read(folder), read(plain), strict=True):
         for key in set(keys) & other.keys():
