@@ -19,15 +19,18 @@ from transformers.modeling_layers import MtpModel
 from bubblespec.checkpoint import copied
 from bubblespec.engine.model import forward_hidden, pack_sequences
 from bubblespec.engine.model_checks import prepare_model
+from bubblespec.mechanisms.drafter import mechanism
 from bubblespec.mechanisms.drafter.heads import FAMILIES as OURS
 from bubblespec.mechanisms.drafter.heads import head_of, places, read_head, save_head
 from bubblespec.mechanisms.drafter.layer import HeadDrafter
+from bubblespec.mechanisms.drafter.mechanism import possible_speedup
+from bubblespec.planner.costs import KNOTS, CostModel
 from bubblespec.types import HEADS
 from tests.helpers.clocks import train_in_virtual_time
 from tests.helpers.drafting import chain_always, train_always
 from tests.helpers.models import GQA, VOCAB, everything_in_full_precision
 from tests.helpers.plain import NO_DRAFTS, REWARD, STEPS, TINY, plain_run
-from tests.helpers.runs import digests, read, weights
+from tests.helpers.runs import digests, read, train_here, weights
 from tests.helpers.threads import train_on_threads
 from tests.test_architectures import LINEAR, SERVED, build
 
@@ -256,3 +259,22 @@ def test_run_drafts_with_the_models_head_and_saves_it_as_trained(
     if not adapter:
         model = AutoModelForCausalLM.from_pretrained(tmp_path / f"checkpoint-{STEPS}")
         assert model.config.model_type == "qwen3_5_text"
+
+
+@pytest.mark.parametrize("own_s, wanted", [(0.0, 4.1524), (0.05, 3.3219), (0.5, 1.2863)])
+def test_possible_speedup_takes_the_best_length(own_s, wanted):
+    """Forwards of a second; the sums of 0.85 to the powers up to 5, 5 and 2."""
+    cost = CostModel.from_parameters([1.0, *np.zeros(CostModel.NUM_TERMS + len(KNOTS) - 1)])
+    assert possible_speedup(cost, own_s) == pytest.approx(wanted, abs=1e-4)
+
+
+def test_run_leaves_out_a_head_that_cannot_pay(monkeypatch, tmp_path, source, capfd):
+    """The head is saved as it came."""
+    folder, head = source
+    monkeypatch.setattr(mechanism, "possible_speedup", lambda cost, own_s: 1.29)
+    train_here(tmp_path, f"model.path={folder}", "run.max_steps=1")
+    line = "no drafter drafts: a good one would make this policy 1.29 times as fast, too little"
+    assert line in capfd.readouterr().err
+    assert not any("drafter" in key for line in read(tmp_path) for key in line)
+    saved = load_file(tmp_path / "checkpoint-1" / "model.safetensors")
+    assert all(torch.equal(saved[name].double(), head[name].double()) for name in head)

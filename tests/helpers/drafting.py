@@ -4,7 +4,7 @@ import numpy as np
 
 from bubblespec.draft import chains, proposer
 from bubblespec.draft.chains import DraftModelSource
-from bubblespec.mechanisms.drafter import training
+from bubblespec.mechanisms.drafter import mechanism, training
 from bubblespec.mechanisms.drafter.training import TrainDrafter
 from bubblespec.planner.chooser import Chooser
 from bubblespec.rollout.board import ProgressSync
@@ -20,6 +20,7 @@ def train_always(patch=setattr) -> None:
 def chain_always(patch=setattr) -> None:
     """Chains of five tokens in every forward, whatever they cost, after a short warm start."""
     patch(training, "EPOCHS", 1)
+    patch(mechanism, "MIN_SPEEDUP", 0.0)
     patch(Chooser, "_draw", lambda chooser, step: frozenset())  # no rollouts without drafts
     patch(proposer, "choose_windows", lambda survival, available, *_, **__: available)
     patch(DraftModelSource, "chance", 1.0)

@@ -73,6 +73,9 @@ SHARPNESS = 1.2
 MAX_GRAPH_TOKENS = 512  # of a CUDA graph: a few for each row
 BLOCK = 64  # a multiple of the positions that a GPU attends to at once
 MAX_ROWS = 128  # with more active rows no hidden states are kept and nothing is drafted
+# What `auto` needs of a drafter: with the acceptance rate of a good one at each position of a
+# chain, one row alone has to be generated so many times as fast as without drafts.
+GOOD_RATE, MIN_SPEEDUP = 0.85, 1.3
 
 
 class DrafterForward(ModelForward):
@@ -433,6 +436,33 @@ def add_needs(needs: Needs, run: Run) -> Needs:
     return replace(needs, others=others, slot=slot, shared_row=shared_row)
 
 
+def is_too_slow(drafter: Drafter, run: Run) -> bool:
+    """Whether chains of a drafter cannot pay on some rank, in a run that takes one by itself."""
+    config, ranks, engine = run.config, run.ranks, run.sampler.engine
+    if config.speculative.method != AUTO or config.speculative.planning == "always":
+        return False
+    run.set_kernels(drafter)
+    runner = DrafterRunner(drafter, engine, run.sampler.params)
+    own_s = profile(runner, ranks.clock, 1).seconds(1, 1)
+    runner.release()
+    speedup = possible_speedup(run.sampler.stats.cost, own_s)
+    slowest = float(ranks.all_gather(np.array([speedup])).min())
+    if slowest < MIN_SPEEDUP and ranks.is_main:
+        gain = f"a good one would make this policy {slowest:.2f} times as fast"
+        log(f"no drafter drafts: {gain}, too little to pay")
+    return slowest < MIN_SPEEDUP
+
+
+def possible_speedup(cost: CostModel, own_s: float) -> float:
+    """Return how many times as fast one row is generated with the best length of chains.
+
+    cost: of the policy's forwards; own_s: seconds of one of the drafter's."""
+    lengths = np.arange(1, MAX_CHAIN_LENGTH + 1)
+    gained = 1.0 + np.cumsum(GOOD_RATE**lengths)
+    seconds = lengths * own_s + cost.seconds(1, 1 + lengths, 1)
+    return float((gained / seconds).max() * cost.seconds(1, 1))
+
+
 def make(run: Run) -> DrafterMechanism | None:
     """Create the mechanism, if the run has a drafter; in virtual time, its source alone."""
     sampler = run.sampler
@@ -447,6 +477,9 @@ def make(run: Run) -> DrafterMechanism | None:
         return None
     drafter = run.own.get(NAME)
     if drafter is None and NAME not in run.config.speculative.sources:
+        return None
+    if drafter is not None and is_too_slow(drafter, run):
+        drafter.discard()
         return None
     kernel = run.learner.kernel
     mechanism = DrafterMechanism(sampler, run.model, drafter, run.set_kernels, kernel)
