@@ -2,6 +2,7 @@
 leaves them out, as they came or as trained; and as drafters, against transformers' own."""
 
 from functools import partial
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -23,7 +24,7 @@ from bubblespec.mechanisms.drafter import mechanism
 from bubblespec.mechanisms.drafter.heads import FAMILIES as OURS
 from bubblespec.mechanisms.drafter.heads import head_of, places, read_head, save_head
 from bubblespec.mechanisms.drafter.layer import HeadDrafter
-from bubblespec.mechanisms.drafter.mechanism import possible_speedup
+from bubblespec.mechanisms.drafter.mechanism import DrafterMechanism, possible_speedup
 from bubblespec.planner.costs import KNOTS, CostModel
 from bubblespec.types import HEADS
 from tests.helpers.clocks import train_in_virtual_time
@@ -232,11 +233,13 @@ def source(tmp_path_factory):
 def test_run_drafts_with_the_models_head_and_saves_it_as_trained(
     monkeypatch, tmp_path, tmp_path_factory, source, adapter, capfd
 ):
-    """By default, with chains in every forward, also after a resumption."""
+    """By default, with chains in every forward, also after a resumption. From the second step on
+    some tokens of the vocabulary are drafted alone."""
     folder, head = source
     options = [*TINY, REWARD, f"model.path={folder}", *adapter]
     plain = plain_run(tmp_path_factory, *options)
     patch = partial(monkeypatch.setattr, raising=False)
+    patch(mechanism, "VOCAB_SIZE", 64)
     chain_always(patch)
     train_always(patch)
     run = [*options, f"run.output_dir={tmp_path}"]
@@ -259,6 +262,26 @@ def test_run_drafts_with_the_models_head_and_saves_it_as_trained(
     if not adapter:
         model = AutoModelForCausalLM.from_pretrained(tmp_path / f"checkpoint-{STEPS}")
         assert model.config.model_type == "qwen3_5_text"
+
+
+def test_head_drafts_the_most_frequent_tokens_alone(monkeypatch):
+    """Their logits are those of the whole vocabulary; stop tokens are among them in any case."""
+    monkeypatch.setattr(mechanism, "VOCAB_SIZE", 4)
+    policy, _ = with_head("qwen3_5", monkeypatch)
+    drafter = HeadDrafter(policy, np.arange(VOCAB))
+    states = torch.randn(3, drafter.hidden_size, dtype=policy.dtype)
+    whole, params = drafter.logits(states), SimpleNamespace(stop_token_ids=(7,))
+    made = DrafterMechanism(
+        SimpleNamespace(config=None, ranks=None, params=params), policy, None, id
+    )
+    made.training = SimpleNamespace(drafter=drafter)
+    texts = [np.array([5, 5, 5, 9, 3, 3]), np.array([9, 9, 1, 1, 1, 1])]
+    made._narrow(SimpleNamespace(tokens=texts))
+    assert drafter.ids.tolist() == [1, 5, 7, 9]
+    made._narrow(SimpleNamespace(tokens=[np.full(9, 3), np.array([5])]))
+    assert drafter.ids.tolist() == [1, 3, 5, 7]
+    torch.testing.assert_close(drafter.logits(states), whole[:, drafter.ids], rtol=0, atol=1e-12)
+    assert drafter.device_ids.tolist() == drafter.ids.tolist()
 
 
 @pytest.mark.parametrize("own_s, wanted", [(0.0, 4.1524), (0.05, 3.3219), (0.5, 1.2863)])

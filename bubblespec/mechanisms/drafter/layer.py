@@ -37,10 +37,14 @@ class Drafter(torch.nn.Module):
         """ids: int [V], the tokens that can be drafted, ascending."""
         super().__init__()
         self.__dict__["policy"] = policy  # not registered: its parameters are not ours
-        self.ids = np.asarray(ids, np.int64)
-        self.device_ids = to_device(self.ids, policy.device)
         self.hidden_size = policy.get_output_embeddings().weight.shape[1]
         self._head: list[Any] = []  # weight and bias of `ids`
+        self.draft_among(ids)
+
+    def draft_among(self, ids: np.ndarray) -> None:
+        """Draft these tokens alone, int [V] ascending."""
+        self.ids = np.asarray(ids, np.int64)
+        self.device_ids = to_device(self.ids, self.policy.device)
         self._head_version = -1
 
     def combine(self, hidden: torch.Tensor) -> torch.Tensor:

@@ -57,7 +57,7 @@ from bubblespec.mechanisms.drafter.training import (
 )
 from bubblespec.memory import Needs, has_pages, max_slots
 from bubblespec.planner.costs import CostModel
-from bubblespec.records import StepRecord
+from bubblespec.records import Samples, StepRecord
 from bubblespec.rollout.plan import Mechanism, RolloutPlan
 from bubblespec.rollout.sampler import Sampler
 from bubblespec.types import HEADS, Row
@@ -273,6 +273,7 @@ class DrafterMechanism(Mechanism):
         self.source: DraftModelSource
         self.runner: DrafterRunner
         self._moved: dict[int, DrafterRunner] = {}  # by id() of the engine
+        self._counts: np.ndarray | None = None  # of each token of a vocabulary that is narrowed
 
     def start(self, trainer) -> None:
         """Take the drafter that is given, else make and train one. Raises StopRequested."""
@@ -345,11 +346,29 @@ class DrafterMechanism(Mechanism):
     def metrics(self, ranks: Ranks, record: StepRecord) -> dict[str, float]:
         """Return how far chains hold, how long they are, and what they take."""
         assert self.training is not None
+        self._narrow(record.samples)
         rates = self.source.rates.accepted
         metrics = {f"drafter/accepted_{n + 1}": float(rate) for n, rate in enumerate(rates)}
         metrics["drafter/mean_acceptance_length"] = 1.0 + float(rates.sum())
         metrics["drafter/num_updates"] = self.training.num_updates
         return metrics | self.source.metrics(ranks)
+
+    def _narrow(self, samples: Samples) -> None:
+        """Let a model's own head draft the tokens alone that responses have had most often so far.
+
+        Otherwise the policy's whole output head, often larger than the layer by far, is read for
+        each token of a chain (FR-Spec, arXiv 2502.14856)."""
+        assert self.training is not None
+        drafter = self.training.drafter
+        if self._counts is None:
+            if isinstance(drafter, Eagle3) or len(drafter.ids) <= VOCAB_SIZE:
+                return
+            self._counts = np.zeros(len(drafter.ids), np.int64)
+            self._counts[list(self.params.stop_token_ids)] = np.iinfo(np.int64).max // 2
+        tokens = np.concatenate(samples.tokens)
+        self._counts += np.bincount(tokens, minlength=len(self._counts))
+        frequent = np.argsort(-self._counts, kind="stable")[:VOCAB_SIZE]
+        drafter.draft_among(np.sort(frequent))
 
     def save(self, folder: str) -> None:
         """Write what is not in the model's files into a checkpoint. Raises OSError."""
@@ -418,10 +437,10 @@ def add_needs(needs: Needs, run: Run) -> Needs:
     total = sum(p.numel() for p in model.parameters())
     embedding: Any = model.get_input_embeddings()
     parameters = (total - embedding.weight.numel()) / layers + 2 * width**2
-    kept = 0
+    kept = VOCAB_SIZE * width * size  # rows of the output head, see `policy_logits`
     if config.drafter.path is not None or not vars(model).get(HEADS):  # EAGLE-3
         parameters += (NUM_TAPS + 2) * width**2 + VOCAB_SIZE * width
-        kept = NUM_TAPS * width * config.rollout.max_num_batched_tokens * size
+        kept += NUM_TAPS * width * config.rollout.max_num_batched_tokens * size
     # weights, gradients, moments and, for bfloat16, float32 masters
     drafter = parameters * (2 * size + 16 if model.dtype == torch.bfloat16 else 4 * size) + kept
     slot, numbers = needs.slot, [n * (key + value) for _, n, key, value in layer_heads(shape)]
