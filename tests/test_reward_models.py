@@ -432,7 +432,7 @@ def test_runs_are_equal_on_any_ranks_and_resume(tmp_path, monkeypatch):
     keys = ["rewards/model/mean", "eval/rewards/model/mean", "reward", "rewards/exact_match/mean"]
     for key in keys:
         found = [(one[key], two[key]) for one, two in pairs if key in one]
-        assert found and all(one == pytest.approx(two, rel=1e-12) for one, two in found)
+        assert found and all(one == two for one, two in found), (key, found)
     assert all(line["rewards/model/std"] > 0 for line in steps_of(tmp_path / "two"))
     assert any(line["idle/score/expected_s"] >= 0 for line in steps_of(tmp_path / "two"))
     saved(tmp_path / "model", initializer_range=0.3)

@@ -138,6 +138,9 @@ class RewardConfig:
     model_max_tokens_per_batch: int = key(8192, at_least(1), at_most(1 << 32), resume=ROUNDING)
     """Maximum number of tokens (prompts and responses) in one forward of a reward model. A longer
     sequence has a forward of its own, as has every sequence in float64."""
+    model_in_idle_time: bool = key(True, resume=SAFE)
+    """Whether ranks that wait in a rollout score finished responses with reward models. Off: all are
+    scored after it. No score changes."""
     num_workers: int = key(2, at_least(0), resume=SAFE)
     """Processes per rank that score finished responses while others are generated. 0 scores in the
     main process, without protection from functions that hang or crash."""
@@ -394,7 +397,7 @@ class Config:
     @property
     def scores_in_rollouts(self) -> bool:
         """Whether waiting ranks have responses to score."""
-        return any(map(is_model, self.reward.functions))
+        return self.reward.model_in_idle_time and any(map(is_model, self.reward.functions))
 
     def rows_together(self, num_ranks: int) -> int | str:
         """Return how many last rows ranks may decode together, auto: by cost; 0: never."""

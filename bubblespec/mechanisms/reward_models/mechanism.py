@@ -227,7 +227,8 @@ class RewardModelsMechanism(Mechanism):
         for pool in self.pools:
             pool.queue.clear()  # of a rollout that was abandoned
             pool.after_s = 0.0
-        if plan.scoring is not None and self.sampler.board is not None:
+        is_on = self.sampler.config.reward.model_in_idle_time
+        if is_on and plan.scoring is not None and self.sampler.board is not None:
             num_ranks = self.sampler.ranks.world_size
             plan.works.append(ScoreResponses(self.pools, num_ranks, self.frees_cache))
 
@@ -240,9 +241,10 @@ class RewardModelsMechanism(Mechanism):
 
 
 def load(run: Run) -> None:
-    """Load the run's reward models. Raises InputError."""
+    """Load the run's reward models; in virtual time, take what stands in. Raises InputError."""
     config, ranks = run.config, run.ranks
     if run.virtual is not None:
+        run.rewards |= {path: run.virtual[NAME] for path in config.reward_models}
         return
     device = torch.device("cpu") if config.reward.model_device == "cpu" else ranks.device
     for path in config.reward_models:
