@@ -1,188 +1,188 @@
 """The tiny reward model: it tells right sums of the tiny policy from wrong ones.
 
 `python -m scripts.tiny_reward_model --output DIR` writes a Hugging Face folder with a sequence
-classification model of one label. It begins as a copy of the tiny policy's layers, which predict
-the right next token, and further ones, which can compare it with the token that is there. It learns
-from worked solutions with slips at any place, and from samples of the policy. The tokens of a
-response have labels, too, whether the step that they end is right: a label of the whole response
-alone is too little to learn from.
+classification model of one label. Its tokenizer is its own: a token is a term, a running sum or an
+answer, so that responses are short, and embeddings begin with waves over the numbers, which make
+sums easy to check. It learns from worked solutions with mistakes at any place. A second head learns
+whether each step is right, as one label a response is too little to begin with, and is not saved.
 """
 
 import argparse
 import json
+import math
 import random
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-from torch.nn.functional import binary_cross_entropy_with_logits
+from tokenizers import Regex, Tokenizer, models, pre_tokenizers
+from torch.nn.functional import binary_cross_entropy_with_logits as cross_entropy
 from tqdm import tqdm
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
+    LlamaConfig,
     PreTrainedModel,
     PreTrainedTokenizerFast,
 )
 
 from bubblespec.data.prompts import reasoning_gym_rows
-from scripts.tiny_policy import (
-    HELD_OUT_SEED,
-    MIXTURE,
-    add_layers,
-    is_correct,
-    sample_responses,
-    worked_solution,
-)
+from scripts.tiny_policy import HELD_OUT_SEED, MIXTURE, is_correct, sample_responses
 
-SEED = 3000  # of the first pool of problems; not one of the policy's
-# Weights of the tasks, at first and after RAMP_POOLS pools: a step is learned on short problems.
-FIRST_WEIGHTS, LAST_WEIGHTS, RAMP_POOLS = [1.0, 0.02, 0.0, 0.0], [0.6, 0.25, 0.1, 0.05], 40
-LAYERS = 5
-POOL_ROWS = 512
-BATCH_TOKENS = 3000  # padded tokens of an update
-WARMUP_STEPS = 50
-IGNORED = -1.0  # label of positions without a loss
+TASKS = MIXTURE[:1]  # sums of two to five numbers
+SEED = 3000  # of the first pool of problems; none of the policy's
+PAD, OTHER = "<pad>", "<other>"
+QUESTION = "State the final answer to the following arithmetic problem: "
+PIECES = Regex(rf"{QUESTION}| [+-] \d| = [+-]\d\d|<answer>-?\d+</answer>| =|\d|\s|\S")
+LARGEST = 99  # of the sums that have tokens
+WIDTH, LAYERS, HEADS, MAX_POSITIONS = 64, 3, 4, 512
+PERIODS = (2, 3, 5, 7, 10, 20, 50, 200)  # of the waves over numbers
+WAVE = 0.1  # their amplitude
+ROWS, POOL_ROWS, WARMUP_STEPS = 128, 1024, 50  # rows of an update; problems drawn at a time
+IGNORED = -1.0  # label of a position without a loss
+SLIPS = (-10, -3, -2, -1, -1, 1, 1, 2, 3, 10)
 
 
-def flawed_solution(
-    tokenizer: PreTrainedTokenizerFast, entry: dict, slips: random.Random
-) -> tuple[list[int], list[float]]:
-    """Return the tokens of a worked chain sum that may slip, and their labels.
-
-    Half of the solutions are right, a quarter slip once, and a quarter at many places. A step is
-    right if it follows from the sum before it, and the last token if all steps are."""
-    parts = entry["metadata"]["expression"].split(" ")
-    total, last = int(parts[0]), len(parts) // 2
-    kind, at = slips.choice("rrom"), slips.randint(1, last + 1)
-    pieces = [(parts[0], parts[0])]  # as they are, and as they would be right
-    for step in range(1, last + 2):
-        is_slip = (kind == "o" and step == at) or (kind == "m" and slips.random() < 0.4)
-        by = slips.choice([-10, -3, -2, -1, 1, 2, 3, 10]) if is_slip else 0
-        if step > last:
-            pieces += [("<answer>", "<answer>"), (f"{total + by}", f"{total}")]
-        else:
-            operator, term = parts[2 * step - 1], int(parts[2 * step])
-            total += term if operator == "+" else -term
-            pieces += [(f" {operator} {term} = ",) * 2, (f"{total + by:+03d}", f"{total:+03d}")]
-            total += by
-    tokens, labels = list[int](), list[float]()
-    texts = [text for pair in pieces for text in pair]
-    ids_of = tokenizer(texts, add_special_tokens=False)["input_ids"]
-    for ids, right in zip(ids_of[::2], ids_of[1::2], strict=True):
-        tokens += ids
-        labels += up_to_mistake(ids, right)
-    (end,) = tokenizer("</answer>", add_special_tokens=False)["input_ids"]
-    return [*tokens, end], [*labels, float(all(wrong == right for wrong, right in pieces))]
+def numbers_of_tokens() -> dict[str, int | None]:
+    """Return the vocabulary in its order, with the number of each token that has one."""
+    numbers = dict[str, int | None].fromkeys([PAD, OTHER, QUESTION, " ="])
+    for digit in range(10):
+        numbers |= {f"{digit}": digit, f" + {digit}": digit, f" - {digit}": -digit}
+    for value in range(-LARGEST, LARGEST + 1):
+        numbers |= {f" = {value:+03d}": value, f"<answer>{value}</answer>": value}
+    return numbers
 
 
-def up_to_mistake(tokens: list[int], right: list[int]) -> list[float]:
-    """Return labels of tokens: 1 up to the first one that differs, which has 0, then unknown."""
-    labels = [IGNORED] * len(tokens)
-    for index, token in enumerate(tokens):
-        labels[index] = float(index < len(right) and token == right[index])
-        if not labels[index]:
-            break
-    return labels
+def build_tokenizer() -> PreTrainedTokenizerFast:
+    """Make the tokenizer; a character that is no part of a solution is one unknown token."""
+    ids = {token: number for number, token in enumerate(numbers_of_tokens())}
+    tokenizer = Tokenizer(models.WordLevel(ids, unk_token=OTHER))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(PIECES, "isolated")
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token=PAD,
+        unk_token=OTHER,
+        model_max_length=MAX_POSITIONS,
+        clean_up_tokenization_spaces=False,
+    )
 
 
-def of_sample(
-    tokenizer: PreTrainedTokenizerFast, entry: dict, response: str
-) -> tuple[list[int], list[float]]:
-    """Return the tokens of a sample of the policy, and their labels.
+def build_model() -> PreTrainedModel:
+    """Make a model from torch's current random state, whose embeddings know the numbers."""
+    numbers = list(numbers_of_tokens().values())
+    config = LlamaConfig(
+        vocab_size=len(numbers),
+        hidden_size=WIDTH,
+        intermediate_size=4 * WIDTH,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=HEADS,
+        num_key_value_heads=HEADS,
+        max_position_embeddings=MAX_POSITIONS,
+        initializer_range=0.05,
+        bos_token_id=None,
+        eos_token_id=None,
+        pad_token_id=0,
+        num_labels=1,
+        dtype="float32",
+    )
+    model = AutoModelForSequenceClassification.from_config(config)
+    with torch.no_grad():
+        for embedding, number in zip(model.model.embed_tokens.weight, numbers, strict=True):
+            if number is not None:
+                angles = 2 * math.pi * number / torch.tensor(PERIODS)
+                waves = torch.cat([angles.sin(), angles.cos()])
+                embedding[: len(waves)] = WAVE * waves
+    return model
 
-    They are known up to the first mistake, and at the last token."""
-    tokens, right = tokenizer([response, worked_solution(entry)], add_special_tokens=False)[
-        "input_ids"
-    ]
-    labels = up_to_mistake(tokens, right)
-    labels[-1:] = [float(tokens == right)]
-    return tokens, labels
+
+def made_up_solution(entry: dict, chance: random.Random) -> tuple[list[str], list[float], bool]:
+    """Return the tokens of a worked chain sum that may have mistakes, labels of them, and of all.
+
+    A sum is right if it follows from the sum before it, a term if it is the problem's, and the
+    answer if all is. Four of nine solutions are right; two slip once, two at many places, and one
+    has a wrong term. One of ten is cut off, or goes on after its end, which makes it wrong."""
+    first, *rest = entry["metadata"]["expression"].split(" ")
+    kind, last = chance.choice("rrrrssmmt"), len(rest) // 2
+    at = chance.randint(int(kind != "t"), last + int(kind != "t"))
+    if kind == "t" and at == 0:
+        first = str((int(first) + chance.randint(1, 9)) % 10)
+    tokens, labels, total = [first], [float(kind != "t" or at > 0)], int(first)
+    for step in range(1, last + 1):
+        sign, term, is_other = (
+            rest[2 * step - 2],
+            int(rest[2 * step - 1]),
+            kind == "t" and at == step,
+        )
+        if is_other:
+            other = "-" if sign == "+" else "+", (term + chance.randint(1, 9)) % 10
+            sign, term = chance.choice([(other[0], term), (sign, other[1])])
+        slip = slip_of(kind, at == step, chance)
+        total += (term if sign == "+" else -term) + slip
+        tokens += [f" {sign} {term}", f" = {total:+03d}"]
+        labels += [float(not is_other), float(slip == 0)]
+    slip = slip_of(kind, at == last + 1, chance)
+    tokens.append(f"<answer>{total + slip}</answer>")
+    labels.append(float(all(labels) and slip == 0))
+    is_right = bool(labels[-1])
+    if chance.random() < 0.1:
+        end, is_right = chance.randint(1, len(tokens)), False
+        tokens = [*tokens, chance.choice([*tokens, OTHER])] if end == len(tokens) else tokens[:end]
+        labels = [*labels, 0.0][: len(tokens)]
+    return tokens, labels, is_right
+
+
+def slip_of(kind: str, is_here: bool, chance: random.Random) -> int:
+    """Return by how much a sum is wrong. kind: s has one slip, which is_here or not, m has many."""
+    has_slip = (kind == "s" and is_here) or (kind == "m" and chance.random() < 0.4)
+    return chance.choice([*SLIPS, chance.randint(-20, 20)]) if has_slip else 0
 
 
 def batches(
-    policy: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, seed: int, num_samples: int
-):
-    """Yield ids, mask and labels of updates, each [sequences, tokens], padded on the right.
-
-    Worked solutions are new in each pool; the policy's samples come up again and again."""
-    shuffle = random.Random(seed)
-
-    def pair(row: dict, response: tuple[list[int], list[float]]) -> tuple[list[int], list[float]]:
-        prompt = tokenizer(row["prompt"], add_special_tokens=False)["input_ids"]
-        return prompt + response[0], [IGNORED] * len(prompt) + response[1]
-
-    rows = reasoning_gym_rows(MIXTURE, num_samples, SEED + 1000 * seed)
-    sampled = sample_responses(policy, tokenizer, [row["prompt"] for row in rows])
-    texts = tokenizer.batch_decode(sampled, skip_special_tokens=True)
-    of_policy = [
-        pair(row, of_sample(tokenizer, row["entry"], text))
-        for row, text in zip(rows, texts, strict=True)
-    ]
-    for pool in range(1, sys.maxsize):
-        share = min(pool / RAMP_POOLS, 1.0)
-        tasks = [
-            {**task, "weight": (1.0 - share) * first + share * last}
-            for task, first, last in zip(MIXTURE, FIRST_WEIGHTS, LAST_WEIGHTS, strict=True)
-        ]
-        rows = reasoning_gym_rows(tasks, POOL_ROWS, SEED + 1000 * seed + pool)
-        pairs = [pair(row, flawed_solution(tokenizer, row["entry"], shuffle)) for row in rows]
-        pairs += shuffle.sample(of_policy, int(share * min(len(of_policy), POOL_ROWS)))
-        pairs.sort(key=len_of)
-        chosen = []
-        while pairs:
-            longest = len_of(pairs[-1])
-            count = max(1, BATCH_TOKENS // longest)
-            pairs, rows_of = pairs[:-count], pairs[-count:]
-            ids = torch.full((len(rows_of), longest), tokenizer.pad_token_id)
-            labels = torch.full(ids.shape, IGNORED)
-            for number, (tokens, wanted) in enumerate(rows_of):
-                ids[number, : len(tokens)] = torch.tensor(tokens)
-                labels[number, : len(tokens)] = torch.tensor(wanted)
-            chosen.append((ids, (ids != tokenizer.pad_token_id).long(), labels))
-        shuffle.shuffle(chosen)
-        yield from chosen
-
-
-def len_of(pair: tuple[list[int], list[float]]) -> int:
-    return len(pair[0])
-
-
-def loss_of(model: PreTrainedModel, ids, mask, labels) -> torch.Tensor:
-    """Return the mean cross-entropy of the last tokens' labels, plus that of the others."""
-    hidden = model.base_model(input_ids=ids, attention_mask=mask).last_hidden_state
-    logits, is_labelled = model.score(hidden)[..., 0], labels != IGNORED
-    rows, last = torch.arange(len(ids)), mask.sum(1) - 1
-    is_labelled[rows, last] = False
-    wanted = labels[is_labelled]
-    # Few tokens are mistakes, and all of them together count as much as the others.
-    weight = torch.where(wanted == 0, 0.5 / (wanted == 0).sum(), 0.5 / (wanted == 1).sum())
-    of_steps = binary_cross_entropy_with_logits(
-        logits[is_labelled], wanted, weight, reduction="sum"
-    )
-    return of_steps + binary_cross_entropy_with_logits(logits[rows, last], labels[rows, last])
+    tokenizer: PreTrainedTokenizerFast, seed: int
+) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]]:
+    """Yield ids and labels of tokens, each [rows, tokens], last positions and labels of rows."""
+    chance, pool = random.Random(seed), SEED + 1000 * seed
+    while True:
+        examples = []
+        for row in reasoning_gym_rows(TASKS, POOL_ROWS, pool):
+            tokens, labels, is_right = made_up_solution(row["entry"], chance)
+            prompt = tokenizer(row["prompt"])["input_ids"]
+            ids = prompt + tokenizer.convert_tokens_to_ids(tokens)
+            examples.append((ids, [IGNORED] * len(prompt) + labels, float(is_right)))
+        examples.sort(key=lambda example: len(example[0]))
+        parts = [examples[begin : begin + ROWS] for begin in range(0, POOL_ROWS, ROWS)]
+        for part in chance.sample(parts, len(parts)):
+            sizes = [len(ids) for ids, *_ in part]
+            padding = [sizes[-1] - size for size in sizes]
+            ids = [ids + [0] * count for (ids, *_), count in zip(part, padding, strict=True)]
+            labels = [of + [IGNORED] * n for (_, of, _), n in zip(part, padding, strict=True)]
+            are_right = torch.tensor([is_right for *_, is_right in part])
+            yield torch.tensor(ids), torch.tensor(labels), torch.tensor(sizes) - 1, are_right
+        pool += 1
 
 
 def train(
-    model: PreTrainedModel, policy: PreTrainedModel, tokenizer, options: argparse.Namespace
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, options: argparse.Namespace
 ) -> list[float]:
-    """Train until a limit is met; return every loss (nats)."""
-    rate, begin, losses = options.learning_rate, time.monotonic(), list[float]()
-    trained = [p for p in model.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=rate, betas=(0.9, 0.98), weight_decay=0.01)
-    source = batches(policy, tokenizer, options.seed, options.samples)
+    """Train, and return the loss of the responses' labels in each update (nats)."""
+    of_steps, rate, losses = torch.nn.Linear(WIDTH, 1), options.learning_rate, list[float]()
+    weights = [*model.parameters(), *of_steps.parameters()]
+    optimizer = torch.optim.AdamW(weights, lr=rate, betas=(0.9, 0.98), weight_decay=0.01)
+    source = batches(tokenizer, options.seed)
     with tqdm(total=options.max_steps, desc="reward model", unit="step") as progress:
-        while len(losses) < options.max_steps:
-            spent = (time.monotonic() - begin) / options.seconds
-            if (done := max(len(losses) / options.max_steps, spent)) >= 1.0:
-                break
+        for step in range(options.max_steps):
             for group in optimizer.param_groups:
-                group["lr"] = (
-                    rate * min(1.0, (len(losses) + 1) / WARMUP_STEPS) * (1.0 - 0.95 * done)
-                )
-            loss = loss_of(model, *next(source))
-            loss.backward()
-            torch.nn.utils.clip_grad_norm_(trained, 1.0)
+                warm, done = min(1.0, (step + 1) / WARMUP_STEPS), step / options.max_steps
+                group["lr"] = rate * warm * (1.0 - 0.95 * done)
+            ids, labels, last, are_right = next(source)
+            hidden, known = model.base_model(input_ids=ids).last_hidden_state, labels != IGNORED
+            logits = model.score(hidden[torch.arange(len(ids)), last])[:, 0]
+            loss = cross_entropy(logits, are_right)
+            steps_loss = cross_entropy(of_steps(hidden[known])[:, 0], labels[known])
+            (loss + steps_loss).backward()
+            torch.nn.utils.clip_grad_norm_(weights, 1.0)
             optimizer.step()
             optimizer.zero_grad()
             losses.append(loss.item())
@@ -193,28 +193,23 @@ def train(
 
 @torch.no_grad()
 def measure_quality(
-    model: PreTrainedModel, policy: PreTrainedModel, tokenizer, count: int
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, options: argparse.Namespace
 ) -> dict[str, float]:
     """Measure how well logits tell right samples of the policy from wrong ones.
 
     The problems are held out. auc: chance that a right sample has the higher logit."""
-    rows = reasoning_gym_rows(MIXTURE, count, HELD_OUT_SEED)
-    responses = sample_responses(policy, tokenizer, [row["prompt"] for row in rows])
-    is_right = torch.tensor(
-        [is_correct(tokenizer, row, ids) for row, ids in zip(rows, responses, strict=True)]
-    )
-    texts = tokenizer.batch_decode(responses, skip_special_tokens=True)
-    logits = torch.cat(
-        [
-            model(
-                **tokenizer(row["prompt"] + text, add_special_tokens=False, return_tensors="pt")
-            ).logits[:, 0]
-            for row, text in zip(rows, texts, strict=True)
-        ]
-    )
+    of_policy = PreTrainedTokenizerFast.from_pretrained(options.policy)
+    policy = AutoModelForCausalLM.from_pretrained(options.policy).eval()
+    rows = reasoning_gym_rows(TASKS, options.problems, HELD_OUT_SEED)
+    responses = sample_responses(policy, of_policy, [row["prompt"] for row in rows])
+    pairs = list(zip(rows, responses, strict=True))
+    is_right = torch.tensor([is_correct(of_policy, row, ids) for row, ids in pairs])
+    texts = [row["prompt"] + of_policy.decode(ids, skip_special_tokens=True) for row, ids in pairs]
+    encoded = [tokenizer(text, return_tensors="pt")["input_ids"] for text in texts]
+    logits = torch.cat([model(input_ids=ids).logits[:, 0] for ids in encoded])
     higher = logits[is_right][:, None] > logits[~is_right]
     return {
-        "problems": count,
+        "problems": len(rows),
         "right": is_right.float().mean().item(),
         "auc": higher.float().mean().item(),
         "accuracy": ((logits > 0) == is_right).float().mean().item(),
@@ -225,19 +220,18 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     """Read the command line; a bad value ends the program with one line."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--output", type=Path, required=True, help="folder for the model")
-    parser.add_argument("--policy", type=Path, default=Path("configs/tiny_policy"))
+    policy = Path("configs/tiny_policy")
+    parser.add_argument("--policy", type=Path, default=policy, help="whose samples measure it")
     for option, default, meaning in (
-        ("--seconds", 900.0, "longest training time"),
-        ("--max-steps", 4000, "most updates"),
-        ("--samples", 256, "samples of the policy to learn from"),
-        ("--seed", 0, "seed of problems and samples"),
+        ("--max-steps", 2000, "updates"),
+        ("--seed", 0, "seed of weights and problems"),
         ("--learning-rate", 3e-3, "learning rate at its peak"),
-        ("--problems", 512, "held-out problems measured at the end"),
+        ("--problems", 1024, "held-out problems measured at the end"),
     ):
         parser.add_argument(option, type=type(default), default=default, help=meaning)
     options = parser.parse_args(arguments)
-    if min(options.seconds, options.max_steps, options.samples, options.learning_rate) <= 0:
-        sys.exit("error: --seconds, --max-steps, --samples and --learning-rate must be positive")
+    if options.max_steps < 1 or options.learning_rate <= 0:
+        sys.exit("error: --max-steps and --learning-rate must be positive")
     if options.seed < 0 or options.problems < 2:
         sys.exit("error: --seed must be at least 0, and --problems at least 2")
     if not options.policy.is_dir():
@@ -248,23 +242,17 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Train, save and measure the tiny reward model."""
+    """Train, save and measure the tiny reward model, on one thread."""
     options = parse_arguments(arguments)
+    torch.set_num_threads(1)
     torch.manual_seed(options.seed)
-    tokenizer = PreTrainedTokenizerFast.from_pretrained(options.policy)
-    policy = AutoModelForCausalLM.from_pretrained(options.policy).eval()
-    model = AutoModelForSequenceClassification.from_pretrained(options.policy, num_labels=1)
-    model.base_model.requires_grad_(False)
-    add_layers(model, LAYERS)
-    for layer in (*model.model.layers[policy.config.num_hidden_layers :], model.model.norm):
-        layer.requires_grad_(True)
+    tokenizer, model = build_tokenizer(), build_model()
     begin = time.monotonic()
-    losses = train(model, policy, tokenizer, options)
+    losses = train(model, tokenizer, options)
     seconds = time.monotonic() - begin
-    model.eval().bfloat16().save_pretrained(options.output)
-    model.float()
+    model.eval().save_pretrained(options.output)
     tokenizer.save_pretrained(options.output)
-    quality = measure_quality(model, policy, tokenizer, options.problems) | {
+    quality = measure_quality(model, tokenizer, options) | {
         "parameters": sum(weight.numel() for weight in model.parameters()),
         "seed": options.seed,
         "learning_rate": options.learning_rate,
