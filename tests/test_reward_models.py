@@ -1,18 +1,24 @@
 """Reward models: logits are those of transformers' own forward one by one, on any number of ranks;
 what is scored in idle time; bad input; and whole runs."""
 
+import json
+import random
+from collections import Counter
 from concurrent.futures import Future
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
 from bubblespec.config import Config, ModelConfig, RewardConfig
 from bubblespec.config.combinations import combination_problems
 from bubblespec.config.file import load_config
+from bubblespec.data.prompts import reasoning_gym_rows
 from bubblespec.distributed.ranks import Ranks
 from bubblespec.mechanisms import Run
 from bubblespec.mechanisms.reward_models import mechanism
@@ -30,6 +36,8 @@ from bubblespec.rollout.plan import SLICE_S, RankView
 from bubblespec.telemetry.report import short_names
 from bubblespec.tools.memory import needs_of, planned_model
 from bubblespec.types import Group, Prompt, StepBatch
+from scripts import tiny_reward_model as tiny
+from scripts.tiny_policy import worked_solution
 from tests.helpers.checks import refusal
 from tests.helpers.clocks import Clock
 from tests.helpers.models import GPT2, GQA, SIZES, VOCAB, WIDE, config_of
@@ -38,7 +46,8 @@ from tests.helpers.rows import make_rows
 from tests.helpers.runs import digests, read, steps_of, train_here
 from tests.helpers.threads import train_on_threads
 
-TINY, CPU = "configs/tiny_policy", torch.device("cpu")
+TINY, SHIPPED = "configs/tiny_policy", "configs/tiny_reward_model"
+CPU = torch.device("cpu")
 TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
 CHAT = [{"role": "user", "content": "1 + 1 ="}]
 BERT = {**SIZES, **WIDE, "vocab_size": VOCAB, "pad_token_id": 0}
@@ -441,15 +450,61 @@ def test_runs_are_equal_on_any_ranks_and_resume(tmp_path, monkeypatch):
     assert "reward.functions: weights that stay as they are differ" in line
 
 
-def test_shipped_configuration_names_its_model():
+def test_tiny_model_tells_right_sums_from_wrong_ones():
     config = load_config("configs/tiny_reward_model.yaml", [])
-    assert config.reward_models == ["configs/tiny_reward_model"]
-    model = load(config, "configs/tiny_reward_model", CPU, 0)
+    assert config.reward_models == [SHIPPED]
+    model = load(config, SHIPPED, CPU, 0)
     assert model.batching == "packed"
-    prompt = "State the final answer to the following arithmetic problem: 4 - 1 + 3 ="
-    right, wrong = (
-        "4 - 1 = +03 + 3 = +06<answer>6</answer>",
-        "4 - 1 = +03 + 3 = +07<answer>7</answer>",
-    )
-    scores = model.logits([model.tokens_of(prompt, text) for text in (right, wrong)])
-    assert scores[0] > scores[1]
+    quality = json.loads(Path(SHIPPED, "quality.json").read_text())
+    assert quality["auc"] > 0.95
+    assert sum(file.stat().st_size for file in Path(SHIPPED).iterdir()) < 1_000_000
+    right, wrong, cut = [], [], []
+    for number, row in enumerate(reasoning_gym_rows(tiny.TASKS, 200, 5)):
+        solution = worked_solution(row["entry"])
+        flawed = worked_solution(row["entry"], random.Random(number), slip_rate=1.0)
+        texts = solution, flawed, solution.partition("<")[0]
+        for scored, text in zip((right, wrong, cut), texts, strict=True):
+            scored += model.logits([model.tokens_of(row["prompt"], text)])
+    assert (np.array(right) > np.array(wrong)).mean() > 0.9
+    assert (np.array(cut) < 0).mean() > 0.9, "without an answer"
+
+
+def test_made_up_solutions_have_their_labels():
+    """By the teacher of the policy, whose solutions are right; the tokens are the tokenizer's."""
+    tokenizer, chance, kinds = tiny.build_tokenizer(), random.Random(0), Counter()
+    for row in reasoning_gym_rows(tiny.TASKS, 300, 6):
+        tokens, labels, is_right = tiny.made_up_solution(row["entry"], chance)
+        text, solution = "".join(tokens), worked_solution(row["entry"])
+        assert len(tokens) == len(labels) and is_right == (text == solution)
+        wanted = tokenizer.tokenize(solution)
+        for token, of_solution, label in zip(tokens, wanted, labels, strict=False):
+            assert label == (token == of_solution), text
+            if token != of_solution:
+                break
+        if tiny.OTHER not in tokens:
+            assert tokenizer.tokenize(text) == tokens
+        kinds[is_right, len(tokens) == len(wanted)] += 1
+    assert set(kinds) == {(True, True), (False, True), (False, False)}
+
+
+def test_short_training_of_tiny_model_learns(tmp_path, monkeypatch):
+    monkeypatch.setattr(tiny, "ROWS", 32)
+    monkeypatch.setattr(tiny, "POOL_ROWS", 64)
+    arguments = ["--max-steps", "30", "--problems", "16", "--output", str(tmp_path)]
+    tiny.main(arguments)
+    quality = json.loads((tmp_path / "quality.json").read_text())
+    assert quality["steps"] == 30 and quality["last_loss"] < quality["first_loss"]
+    config = config_with(str(tmp_path))
+    assert load(config, str(tmp_path), CPU, 0).batching == "packed"
+    again = tmp_path / "again"
+    tiny.main([*arguments[:-1], str(again)])
+    first, second = (load_file(f / "model.safetensors") for f in (tmp_path, again))
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_policy_learns_from_the_tiny_model(tmp_path):
+    """Exact matches are measured, not rewarded. 256 samples: two standard errors are 0.06."""
+    options = ["run.max_steps=20", "run.save_steps=20", "eval.num_prompts=64"]
+    train_here(tmp_path, *options, config="configs/tiny_reward_model.yaml", short=())
+    exact = [line["eval/exact_match"] for line in read(tmp_path) if "eval/exact_match" in line]
+    assert len(exact) == 2 and exact[0] < 0.6 and exact[1] > exact[0] + 0.15

@@ -139,7 +139,7 @@ class RewardConfig:
     """Maximum number of tokens (prompts and responses) in one forward of a reward model. A longer
     sequence has a forward of its own, as has every sequence in float64."""
     model_in_idle_time: bool = key(True, resume=SAFE)
-    """Whether ranks that wait in a rollout score finished responses with reward models. Off: all are
+    """Whether ranks that wait in a rollout score responses with reward models; otherwise all are
     scored after it. No score changes."""
     num_workers: int = key(2, at_least(0), resume=SAFE)
     """Processes per rank that score finished responses while others are generated. 0 scores in the
