@@ -53,6 +53,7 @@ OFF = (
     "rollout.tp_tail_max_rows=0",
 )
 DRAFTS, DRAFTER = "speculative.method=bubble+suffix", "speculative.method=drafter"
+SCORED_AFTER = "reward.model_in_idle_time=false"
 TAIL, BALANCED = "tail_batching.enabled=true", "rollout.placement=balanced"
 STREAMED, SHARED = "optim.stream_gradients=true", "rollout.tp_tail_max_rows=auto"
 DEFAULTS = flatten(Config())
@@ -72,6 +73,8 @@ SYSTEMS = {
     "drafts": System((DRAFTS,), BUBBLESPEC),
     "quantized": System(("speculative.method=quantized",)),
     "default": System(DEFAULT),
+    "scored after": System((*DEFAULT, SCORED_AFTER)),
+    "plain, scored after": System((SCORED_AFTER,)),
     "placement": System((BALANCED,), RHYMERL),
     "drafter": System((DRAFTER,), TLT),
     "tail": System((TAIL,), ROLLPACKER + DEFERRED),

@@ -89,15 +89,20 @@ def load_tokenizer(config: Config, now_s: int | None = None) -> PreTrainedTokeni
         check_template_options(template, options)
         render = functools.partial(tokenizer.apply_chat_template, **options)
         tokenizer.apply_chat_template = render  # for prompts and turns alike
-    if has_date(template):
-        now = EPOCH + timedelta(seconds=local_time_s() if now_s is None else now_s)
-        tokenizer.apply_chat_template = functools.partial(_at, now, tokenizer.apply_chat_template)
+    keep_date(tokenizer, local_time_s() if now_s is None else now_s)
     backend = getattr(tokenizer, "backend_tokenizer", None)
     is_bpe = backend is not None and type(backend.model).__name__ == "BPE"
     if is_bpe and not getattr(tokenizer, CLEANS_UP_ANYWAY, False):
         # transformers ignores it for such tokenizers, and every process would warn of that.
         tokenizer.clean_up_tokenization_spaces = False
     return tokenizer
+
+
+def keep_date(tokenizer: PreTrainedTokenizerBase, now_s: int) -> None:
+    """Let a chat template with the date have that of now_s (`local_time_s`) for good."""
+    if has_date(tokenizer.chat_template):
+        now = EPOCH + timedelta(seconds=now_s)
+        tokenizer.apply_chat_template = functools.partial(_at, now, tokenizer.apply_chat_template)
 
 
 def _at(now: datetime, render: Callable, *messages, **options):
@@ -146,7 +151,7 @@ def load_model(config: Config, checkpoint: str | None, device: torch.device) -> 
     (they would be random numbers), or if there are others (another model would be trained)."""
     has_adapter = config.model.lora_r > 0
     path = config.model.path if has_adapter or checkpoint is None else checkpoint
-    key = _key_of(config, path)
+    key = key_of(config, path)
     if os.path.isfile(os.path.join(path, "adapter_config.json")):
         advice = "merge it into its base model (peft's merge_and_unload) and save that"
         raise InputError(f"{key}: {path} is a LoRA adapter; {advice}")
@@ -157,10 +162,7 @@ def load_model(config: Config, checkpoint: str | None, device: torch.device) -> 
     options = {"dtype": getattr(torch, config.model.dtype), "device_map": {"": device}}
     options |= {"output_loading_info": True, "ignore_mismatched_sizes": True}
     model, info = from_pretrained(AutoModelForCausalLM, config, path, **options)
-    if info["mismatched_keys"]:
-        name, there, wanted = sorted(info["mismatched_keys"])[0]
-        shapes = f"is {list(there)}, but its config.json expects {list(wanted)}"
-        raise InputError(f"{key}: {name} in the weights of {path} {shapes}")
+    refuse_other_shapes(key, path, info)
     heads = _further_layers(model)
     extra = [name for name in info["unexpected_keys"] if not EXTRAS.search(name)]
     extra = [name for name in extra if not name.startswith(heads)]
@@ -173,6 +175,14 @@ def load_model(config: Config, checkpoint: str | None, device: torch.device) -> 
     if has_adapter:
         add_adapter(model, config.model, config.run.seed, checkpoint)
     return model.to(device).eval()
+
+
+def refuse_other_shapes(key: str, path: str, info: dict) -> None:
+    """Raise InputError if a tensor has another shape than the model. info: of the loading."""
+    if info["mismatched_keys"]:
+        name, there, wanted = sorted(info["mismatched_keys"])[0]
+        shapes = f"is {list(there)}, but its config.json expects {list(wanted)}"
+        raise InputError(f"{key}: {name} in the weights of {path} {shapes}")
 
 
 def _further_layers(model: PreTrainedModel) -> tuple[str, ...]:
@@ -246,7 +256,7 @@ def from_pretrained(auto_class, config: Config, path: str, **options):
     except Exception as error:  # someone else's files, and a dozen libraries that read them
         if "trust_remote_code" in str(error):
             advice = "has code of its own: read it, then set model.trust_remote_code=true"
-            raise InputError(f"{_key_of(config, path)}: {path} {advice}") from error
+            raise InputError(f"{key_of(config, path)}: {path} {advice}") from error
         reason = f"cannot load {auto_class.__name__} from {path}: {one_line(error)}"
         files = sorted(filter(os.path.isfile, glob.glob(os.path.join(glob.escape(path), "*"))))
         if pointer := next(filter(is_pointer, files), None):
@@ -256,11 +266,13 @@ def from_pretrained(auto_class, config: Config, path: str, **options):
             if path.count("/") < 2 and path[:1] not in "./~":  # else it is no name of a model
                 reason += ", and no such model is in the cache or on the Hugging Face hub"
                 reason += "" if is_hub_reachable() else f" ({constants.ENDPOINT} cannot be reached)"
-        raise InputError(f"{_key_of(config, path)}: {reason}") from error
+        raise InputError(f"{key_of(config, path)}: {reason}") from error
 
 
-def _key_of(config: Config, path: str) -> str:
-    keys = {config.model.path: "model.path", config.model.teacher_path: "model.teacher_path"}
+def key_of(config: Config, path: str) -> str:
+    keys = dict.fromkeys(config.eval.functions, "eval.functions")
+    keys |= dict.fromkeys(config.reward.functions, "reward.functions")
+    keys |= {config.model.path: "model.path", config.model.teacher_path: "model.teacher_path"}
     return keys.get(path, "run.resume_from_checkpoint")
 
 

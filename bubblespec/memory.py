@@ -52,6 +52,7 @@ class Needs:
     states: int = 0  # of one row, whatever its length
     reference: int = 0  # the frozen copy that a KL term compares with
     teacher: int = 0  # the model of distillation
+    scoring: int = 0  # activations of a forward that scores responses, where models do
     # Of mechanisms, which fill it in:
     others: dict[str, int] = field(default_factory=dict)  # models, by what they are
     shared_row: int = 0  # keys and values of one row that all ranks decode together
@@ -64,11 +65,12 @@ class Needs:
 
     def room_for_cache(self, room: float, config: Config) -> float:
         """Return the bytes for keys and values, where `lasting` leaves `room` bytes."""
-        if config.rollout.free_cache_engine and room >= self.training:
+        if config.rollout.free_cache_engine and room >= max(self.training, self.scoring):
             return room - self.rollout
+        forward = max(self.rollout, self.scoring)
         if config.trains_in_rollouts:  # forwards and gradients alternate
-            return room - self.rollout - self.training
-        return room - max(self.rollout, self.training)
+            return room - forward - self.training
+        return room - max(forward, self.training)
 
 
 def estimate(

@@ -23,7 +23,7 @@ from bubblespec.checkpoint import (
     refuse_what_does_not_fit,
 )
 from bubblespec.config import Config
-from bubblespec.config.imports import import_function, without_input
+from bubblespec.config.imports import import_function, is_model, without_input
 from bubblespec.data.prompts import DATE, HELD_OUT, check_continued, check_equal, data_state
 from bubblespec.data.schedule import PromptSet, StepSchedule
 from bubblespec.distributed.ranks import Ranks
@@ -93,16 +93,21 @@ def build(config: Config, ranks: Ranks, is_strict: bool = False) -> Trainer:
             with refuse_what_does_not_fit(checkpoint):
                 planner = load_arrays(checkpoint, PLANNER_FILE)
         hooks = load_own(config, ranks)
-        rewards = {path: load_reward(path) for path in config.reward.functions}
-        own = {path: load_reward(path, "eval.functions") for path in config.eval.functions}
+        called: dict[str, Any] = {}
+        for key, paths in (("reward", config.reward.functions), ("eval", config.eval.functions)):
+            of_key = [path for path in paths if not is_model(path)]
+            called |= {path: load_reward(path, f"{key}.functions") for path in of_key}
         own_s = ranks.all_gather(np.array([loading.local_time_s()]))[0]
         now_s = int(planner.get(DATE, own_s)[0])
         tokenizer = loading.load_tokenizer(config, now_s)
         model = loading.load_model(config, checkpoint, ranks.device)
         loading.keep_heads(config, model, checkpoint)
         num_tokens, lines = loading.check_vocabulary(config, model, tokenizer)
-        run = Run(config, ranks, model, tokenizer, state, checkpoint, is_strict=is_strict)
+        run = Run(config, ranks, model, tokenizer, now_s, state, checkpoint, is_strict=is_strict)
         call("load", run)
+        called |= run.rewards
+        rewards = {path: called[path] for path in config.reward.functions}
+        own = {path: called[path] for path in config.eval.functions}
     with show_phase(ranks, "checking the model"):
         kernel, warnings = prepare(run, model, num_tokens)
         lines += warnings
@@ -123,7 +128,7 @@ def build(config: Config, ranks: Ranks, is_strict: bool = False) -> Trainer:
         data = data_state(tokenizer.chat_template, train_prompts.prompts, eval_prompts, now_s)
         check_equal(data, ranks.all_gather)
         base = model if config.model.lora_r else reference
-        data |= loading.weights_state(base, teacher_model)
+        data |= loading.weights_state(base, teacher_model, *run.frozen)
         if checkpoint:
             check_continued(planner, data, checkpoint, config.run.allow_changed_data, warn)
         has = {"answers_turns": run.answers_turns, "has_reward": run.has_reward}

@@ -18,6 +18,8 @@ SYSTEMS = {
     "drafts": "drafts from idle time, suffix matches",
     "quantized": "drafts from a quantised copy",
     "default": "the default",
+    "scored after": "the default, reward models score after rollouts",
+    "plain, scored after": "no drafts, reward models score after rollouts",
     "placement": "balanced placement",
     "drafter": "learned drafter",
     "tail": "tail batching",

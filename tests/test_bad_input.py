@@ -259,11 +259,10 @@ def test_changed_frozen_weights_are_refused(refusal, trained, tmp_path, frozen):
     save_file(weights, path, metadata={"format": "pt"})
     overrides.append("run.max_steps=2")
     message = refusal(*overrides)
-    assert message.startswith(
-        "model.path, model.teacher_path: weights that stay as they are differ"
-    )
+    keys = "model.path, model.teacher_path, reward.functions"
+    assert message.startswith(f"{keys}: weights that stay as they are differ")
     said = trained(tmp_path / "out", *overrides, "run.allow_changed_data=true")
-    assert said.count("warning: model.path, model.teacher_path: ") == 1
+    assert said.count(f"warning: {keys}: ") == 1
     trained(tmp_path / "out", *overrides, "run.max_steps=3")
 
 

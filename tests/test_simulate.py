@@ -138,6 +138,28 @@ def test_tail_batching_saves_time_and_drafts_keep_tokens():
     assert per_token[0] < 0.95 * per_token[1]
 
 
+@pytest.mark.parametrize("method", ["none", "bubble+suffix"])
+def test_reward_model_takes_its_share_or_idle_time(method):
+    """Of tokens alone; what is left after a rollout is divided evenly, to one response."""
+    token_s, workload = 1e-3, make_workload()
+    cost = LinearCost(forward_s=0.0, token_s=token_s, position_s=0.0)
+    off = {"reward__model_in_idle_time": False}
+    plain = run(method)
+    after, idle = run(method, reward_cost=cost, config=off), run(method, reward_cost=cost)
+    assert digests_of(plain) == digests_of(after) == digests_of(idle)
+    for step, (without, late, early) in enumerate(zip(plain, after, idle, strict=True)):
+        sizes = [
+            len(workload.responses[step, prompt.prompt_id, sample]) + len(prompt.token_ids)
+            for prompt in workload.batch(0, step, workload.num_prompts)
+            for sample in range(4)
+        ]
+        own_s = token_s * sum(sizes) / 2
+        if method == "none":  # with drafts, idle time is used up either way
+            assert own_s <= late.seconds - without.seconds < own_s + token_s * max(sizes) + 0.1
+            assert early.idle_share < late.idle_share
+    assert 0.1 < seconds_of(after) - seconds_of(idle) < seconds_of(after) - seconds_of(plain)
+
+
 def test_deferred_sample_continues_under_later_weights():
     """Drafts by weights before the sample's own step do not foresee the later text."""
     workload = make_workload(steps=6, mean=200.0, run=40.0)
@@ -230,6 +252,9 @@ def test_command_compares_method_with_no_drafts(monkeypatch, tmp_path, capsys):
     for found in report["methods"].values():
         assert found["total"]["seconds"] == sum(step["seconds"] for step in found["steps"])
     assert call(monkeypatch, *options) == 2 and "exists" in capsys.readouterr().err
+    assert call(monkeypatch, "--ranks", "2", "--reward-model", "h200:0.5b") == 0
+    printed, progress = capsys.readouterr()
+    assert "scored after, scored in idle time" in progress and "speed-up of rollouts" in printed
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,8 @@ from test_update import (
 from bubblespec.distributed.ranks import Ranks
 from bubblespec.engine.model_checks import prepare_model
 from bubblespec.learn.advantages import estimate_advantages
-from bubblespec.mechanisms.stream_gradients import MicrobatchCost, StreamedGradients, pieces_of
+from bubblespec.mechanisms.stream_gradients import StreamedGradients, pieces_of
+from bubblespec.planner.batches import MicrobatchCost
 from bubblespec.records import Samples
 from bubblespec.types import Row
 from tests.helpers.ranks import run_ranks

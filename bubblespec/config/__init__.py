@@ -8,6 +8,7 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from bubblespec.config.imports import is_model
 from bubblespec.config.keys import (
     EXACT,
     MISSING,
@@ -124,11 +125,22 @@ class RewardConfig:
     """Reward functions, and how they are run."""
 
     functions: list[str] = key(["bubblespec.rewards.exact_match"])
-    """Dotted paths of reward functions with TRL's signature. A call has the responses of one whole
-    group, unless a function is marked `@bubblespec.rewards.per_sample`. With
-    loss.loss_type=distillation the default is none."""
+    """Dotted paths of reward functions with TRL's signature, and reward models: hub names, or
+    folders with a slash (./folder), of sequence classification models with one label. A call has
+    the responses of one whole group, unless a function is marked `@bubblespec.rewards.per_sample`.
+    With loss.loss_type=distillation the default is none."""
     weights: list[float] | None = None
     """One weight per function (default: all 1)."""
+    model_dtype: Literal["auto", "float32", "bfloat16", "float64"] = "auto"
+    """Precision of reward models; auto is that of model.dtype."""
+    model_device: Literal["auto", "cpu"] = key("auto", resume=ROUNDING)
+    """Where reward models are: auto is the rank's own device."""
+    model_max_tokens_per_batch: int = key(8192, at_least(1), at_most(1 << 32), resume=ROUNDING)
+    """Maximum number of tokens (prompts and responses) in one forward of a reward model. A longer
+    sequence has a forward of its own, as has every sequence in float64."""
+    model_in_idle_time: bool = key(True, resume=SAFE)
+    """Whether ranks that wait in a rollout score responses with reward models; otherwise all are
+    scored after it. No score changes."""
     num_workers: int = key(2, at_least(0), resume=SAFE)
     """Processes per rank that score finished responses while others are generated. 0 scores in the
     main process, without protection from functions that hang or crash."""
@@ -232,8 +244,8 @@ class EvalConfig:
     top_k: int | None = key(None, at_least(0), resume=SAFE)
     """Number of best tokens of evaluation (default: the rollout's); 0 keeps all."""
     functions: list[str] = key([], resume=SAFE)
-    """Dotted paths of functions, as in reward.functions, that score held-out responses alone. The
-    mean of each is eval/NAME, with the last part of its path."""
+    """Functions and models, as in reward.functions, that score held-out responses alone. The mean
+    of each is eval/NAME, with the last part of its path."""
 
 
 @dataclass
@@ -375,6 +387,17 @@ class Config:
     @property
     def trains_in_rollouts(self) -> bool:
         return self.optim.stream_gradients
+
+    @property
+    def reward_models(self) -> list[str]:
+        """Entries of reward.functions and eval.functions that are models."""
+        paths = dict.fromkeys([*self.reward.functions, *self.eval.functions])
+        return list(filter(is_model, paths))
+
+    @property
+    def scores_in_rollouts(self) -> bool:
+        """Whether waiting ranks have responses to score."""
+        return self.reward.model_in_idle_time and any(map(is_model, self.reward.functions))
 
     def rows_together(self, num_ranks: int) -> int | str:
         """Return how many last rows ranks may decode together, auto: by cost; 0: never."""

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+from bubblespec.config.imports import last_part
 from bubblespec.metrics import row_of
 
 # Sources of drafts that speculative.method may name.
@@ -130,7 +131,7 @@ def _reward_problems(config) -> Iterator[str]:
         if functions.count(path) > 1:
             yield f"reward.functions: '{path}' is listed twice; raise its weight instead"
     for path in dict.fromkeys(config.eval.functions):
-        name = path.rpartition(".")[2]
+        name = last_part(path)
         if path in functions:
             why = f"is a reward function; its held-out mean is eval/rewards/{name}/mean"
             yield f"eval.functions: '{path}' {why}"

@@ -309,7 +309,8 @@ def check_continued(
         return
     problem = None
     if WEIGHTS in saved and not np.array_equal(saved[WEIGHTS], state[WEIGHTS]):
-        problem = "model.path, model.teacher_path: weights that stay as they are differ from those"
+        problem = "model.path, model.teacher_path, reward.functions: weights that stay as they "
+        problem += "are differ from those"
     elif not np.array_equal(saved[TEMPLATE], state[TEMPLATE]):
         problem = "model.path, model.chat_template_path: the chat template differs from that"
     elif not np.array_equal(saved[HELD_OUT], state[HELD_OUT]):

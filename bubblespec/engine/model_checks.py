@@ -147,6 +147,12 @@ def _check_configuration(model: PreTrainedModel, max_length: int) -> None:
             f"rollout.max_prompt_length + rollout.max_completion_length = {max_length} exceeds "
             f"the model's {limit} positions"
         )
+    check_rotary(model, max_length)
+
+
+def check_rotary(model: PreTrainedModel, max_length: int) -> None:
+    """Raise ValueError where a sequence's states depend on the others that it is fed with."""
+    limit = min(of_layers(model.config, "max_position_embeddings", math.inf))
     for parameters in _rotary(model):
         original: Any = parameters.get("original_max_position_embeddings") or limit
         if parameters.get("rope_type") in ("dynamic", "longrope") and max_length > original:
@@ -241,6 +247,20 @@ def _check_masks(model: PreTrainedModel, calls: list[Call], max_length: int) -> 
                     f"derives the mask from that and its chunks alone; over {max_length} tokens "
                     f"the model's own mask differs"
                 )
+
+
+def use_packed_attention(model: PreTrainedModel, max_length: int) -> None:
+    """Switch any model to the packed attention, which its masks must allow up to max_length.
+
+    Unlike `prepare_model` this compares nothing. Raises ValueError, and what the model raises."""
+    _end_tuning(model, max_length)
+    _check_masks(model, record_calls(model, random_tokens(model, CHECKED)), max_length)
+    model.set_attn_implementation(attention.NAME)
+
+
+def longest_window(model: PreTrainedModel, max_length: int) -> int:
+    """Return the tokens of a sequence that reaches beyond windows, as far as they are checked."""
+    return _longer_check(model, max_length) or min(CHECKED, max_length)
 
 
 def record_calls(model: PreTrainedModel, tokens: torch.Tensor) -> list[Call]:

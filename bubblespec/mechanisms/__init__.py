@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from bubblespec.distributed.ranks import Ranks
     from bubblespec.engine.forward import ModelForward
     from bubblespec.learn.learner import Learner
+    from bubblespec.rewards.functions import OwnPool
     from bubblespec.rollout.sampler import Sampler
 
 MODULES = (
@@ -34,6 +35,7 @@ MODULES = (
     "tp_tail.tail",
     "episodes.episodes",
     "stream_gradients",
+    "reward_models.mechanism",
     "quantized.mechanism",
     "drafter.mechanism",
 )
@@ -47,6 +49,7 @@ class Run:
     ranks: Ranks
     model: Any = None  # the policy; None in virtual time
     tokenizer: Any = None
+    now_s: int = 0  # time that dated chat templates get, see `load_tokenizer`
     state: dict = field(default_factory=dict)  # of the checkpoint, see `read_state`
     checkpoint: str | None = None  # folder that the run resumes
     is_strict: bool = False  # see `build`
@@ -62,6 +65,8 @@ class Run:
     tokenize: Callable | None = None  # ids of a prompt, in place of the tokenizer's
     answers_turns: bool = False  # whether responses have tokens that are not sampled
     has_reward: bool = False  # whether what answers turns has a reward of its own
+    rewards: dict[str, OwnPool] = field(default_factory=dict)  # of mechanisms, by path
+    frozen: list[Any] = field(default_factory=list)  # their models, equal on resume
     drafts_ahead: bool = True  # whether rows of coming steps can be begun early
     chosen: dict[str, Any] = field(default_factory=dict)  # kept in checkpoints and by resumed runs
     set_kernels: Callable[[Any], None] = lambda model: None  # of another model that generates

@@ -1,5 +1,7 @@
 """Reward functions: loaded, checked, and called, in worker processes or in this one (`InProcess`).
 
+A reward that the ranks compute on their own devices is an `OwnPool` instead.
+
 A reward function has TRL's signature `f(prompts, completions, completion_ids, **columns) ->
 list[float | None]`: prompts and completions are strings, or lists of chat messages if the prompt is
 a chat; every further column of the data is a keyword argument with one value per sample. None means
@@ -81,31 +83,51 @@ class Answer(NamedTuple):
     """Calls of `log_metric`, in the answer for the first sample of a call."""
 
 
+class OwnPool:
+    """A reward that is computed on the ranks' own devices, and not by workers.
+
+    Its values are per sample: none depends on the others that it is computed with."""
+
+    per_sample = True
+
+    def submit(self, samples: list[Sample]) -> Future:
+        """Queue samples; the future has the `Answer` of each."""
+        raise NotImplementedError
+
+    def run(self) -> None:
+        """Compute here all that this rank has queued."""
+        raise NotImplementedError
+
+    def finish(self, ranks: Any) -> None:
+        """Compute what is left of all ranks, which call this together. Uses collectives."""
+        raise NotImplementedError
+
+
 def per_sample(function: RewardFunction) -> RewardFunction:
     """Declare that the value of a sample does not depend on the others in the call."""
     function.per_sample = True  # type: ignore[attr-defined]  # functions have attributes
     return function
 
 
-def sees_groups(function: RewardFunction) -> bool:
+def sees_groups(function: RewardFunction | OwnPool) -> bool:
     """Whether every call must have one whole group."""
     return not getattr(function, "per_sample", False)
 
 
-def takes_environments(function: RewardFunction) -> bool:
+def takes_environments(function: RewardFunction | OwnPool) -> bool:
     signature = _signature_of(function)
     return signature is not None and "environments" in signature.parameters
 
 
-def named_of_trl(function: RewardFunction) -> list[str]:
+def named_of_trl(function: RewardFunction | OwnPool) -> list[str]:
     signature = _signature_of(function)
     return [name for name in OF_TRL if signature and name in signature.parameters]
 
 
-def _signature_of(function: Callable) -> inspect.Signature | None:
+def _signature_of(function: Any) -> inspect.Signature | None:
     try:
         return inspect.signature(function)
-    except (ValueError, TypeError):  # some that are written in C have none
+    except (ValueError, TypeError):  # an OwnPool, and some that are written in C, have none
         return None
 
 
@@ -115,7 +137,7 @@ def load_reward(path: str, key: str = "reward.functions") -> RewardFunction:
 
 def check_arguments(
     path: str,
-    function: RewardFunction,
+    function: RewardFunction | OwnPool,
     columns: Collection[str],
     source: str,
     has_environments: bool = False,
@@ -182,7 +204,7 @@ def score(
         wanted = f"a list of {len(samples)} values, one per sample"
         problem = f"returned {shown(returned)}, not {wanted}"
         return [RewardFailure("result", problem)] * len(samples)
-    return [_checked(value) for value in values]
+    return [checked(value) for value in values]
 
 
 def answers_of(function: RewardFunction, samples: list[Sample], clock) -> list[Answer]:
@@ -217,7 +239,8 @@ def _completion_of(sample: Sample) -> str | list[dict]:
     return [{"role": "assistant", "content": sample.completion}]
 
 
-def _checked(value) -> Reward:
+def checked(value) -> Reward:
+    """Return the value as a finite number or None, or the failure that it is."""
     if value is None:
         return None
     try:

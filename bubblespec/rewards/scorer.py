@@ -9,7 +9,7 @@ import atexit
 import json
 import sys
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from functools import partial
 
@@ -24,6 +24,7 @@ from bubblespec.rewards.functions import (
     ARGUMENTS,
     Answer,
     InProcess,
+    OwnPool,
     RewardFailure,
     RewardFunction,
     RewardWorkers,
@@ -35,6 +36,7 @@ from bubblespec.rewards.functions import (
 )
 from bubblespec.types import Prompt, Row, SampleId, StepBatch
 
+Rewards = dict[str, RewardFunction | OwnPool]  # by path
 POLL_STOP_S = 0.2  # how often a waiting rank checks whether the run is to stop
 
 
@@ -46,11 +48,11 @@ class RewardManager:
     def __init__(
         self,
         config: RewardConfig,
-        functions: dict[str, RewardFunction],
+        functions: Rewards,
         tokenizer: PreTrainedTokenizerBase,
         ranks: Ranks,
         has_environment: bool = False,
-        eval_functions: dict[str, RewardFunction] | None = None,
+        eval_functions: Rewards | None = None,
     ):
         """has_environment: episodes have rewards of their own, which come after the functions'."""
         self.config, self.paths, self.tokenizer = config, list(functions), tokenizer
@@ -68,11 +70,17 @@ class RewardManager:
         """Columns that functions have logged, of all ranks' samples, until they are taken."""
         self._metrics: dict[str, list[float]] = {}
         self._has_logs = any(set(named_of_trl(f)) - {"trainer_state"} for f in functions.values())
+        self.own_pools = [f for f in functions.values() if isinstance(f, OwnPool)]
+        called = {path: f for path, f in functions.items() if not isinstance(f, OwnPool)}
         self.pool: RewardWorkers | InProcess
-        if config.num_workers and functions:
-            self.pool = RewardWorkers(self.all_paths, config.num_workers, config.timeout_s)
+        if config.num_workers and called:
+            self.pool = RewardWorkers(list(called), config.num_workers, config.timeout_s)
         else:
-            self.pool = InProcess(functions.values(), ranks.clock)
+            self.pool = InProcess(called.values(), ranks.clock)
+        submit = {path: partial(self.pool.submit, n) for n, path in enumerate(called)}
+        submit |= {path: f.submit for path, f in functions.items() if isinstance(f, OwnPool)}
+        self.submit: dict[str, Callable[[list[Sample]], Future]] = submit
+        """Queues a call of each function, by its path; returns the future of its answers."""
         atexit.register(self.pool.close)
 
     def begin(self, launch: StepBatch, step: int | None = None) -> "RolloutRewards":
@@ -207,18 +215,18 @@ class RolloutRewards:
         sample = Sample(prompt.text, text, ids, prompt.columns, **more)
         group = self._finished.setdefault(row.id[:2], {})
         group[row.id] = sample
-        for number, path in enumerate(self.scorer.all_paths):
+        for path, is_of_group in zip(self.scorer.all_paths, self.scorer.are_of_groups, strict=True):
             if path not in self._names:
                 continue
-            if not self.scorer.are_of_groups[number]:
-                self._submit(number, {row.id: sample})
+            if not is_of_group:
+                self._submit(path, {row.id: sample})
             elif len(group) == self._num_generations:
-                self._submit(number, {name: group[name] for name in sorted(group)})
+                self._submit(path, {name: group[name] for name in sorted(group)})
 
-    def _submit(self, function: int, samples: dict[SampleId, Sample]) -> None:
-        future = self.scorer.pool.submit(function, list(samples.values()))
+    def _submit(self, path: str, samples: dict[SampleId, Sample]) -> None:
+        future = self.scorer.submit[path](list(samples.values()))
         for number, name in enumerate(samples):
-            self._calls[name][self.scorer.all_paths[function]] = (future, number)
+            self._calls[name][path] = (future, number)
 
     def take_scored(self) -> list[tuple[Row, np.ndarray]]:
         """Return finished rows whose last score has come since the last call, with their scores.
@@ -253,6 +261,8 @@ class RolloutRewards:
                 self.on_finished(row)
         self._wait({self.outcomes[row] for row in self._ending})
         self._take_outcomes()
+        for pool in scorer.own_pools:  # workers go on meanwhile
+            pool.finish(scorer.ranks)
         scorer.ranks.call_until_stop(scorer.pool.run)
         self._wait({future for row in rows for future, _ in self._calls[row.id].values()})
         # Before any exchange: a rank that stops lacks some scores.
@@ -340,9 +350,7 @@ def check_columns(names: Collection[str], renamed: Collection[str], source: str)
             )
 
 
-def check_references(
-    functions: dict[str, RewardFunction], prompts: list[Prompt], source: str
-) -> None:
+def check_references(functions: Rewards, prompts: list[Prompt], source: str) -> None:
     """Warn of rows of `source` that no function can score; raise InputError if all of them."""
     checks = [
         getattr(function, "can_score", lambda columns: True) for function in functions.values()
@@ -373,11 +381,11 @@ def check_weights(config: Config, has_environment: bool) -> list[float]:
 
 def check_prompts(
     config: Config,
-    functions: dict[str, RewardFunction],
+    functions: Rewards,
     train_prompts: PromptSet,
     eval_prompts: list[Prompt],
     ranks: Ranks,
-    eval_functions: dict[str, RewardFunction],
+    eval_functions: Rewards,
     *,
     answers_turns: bool,
     has_reward: bool,
@@ -406,17 +414,17 @@ def check_prompts(
 
 def begin_trial(
     scorer: RewardManager,
-    functions: dict[str, RewardFunction],
+    functions: Rewards,
     prompt: Prompt,
     num_generations: int,
 ) -> dict[str, Future]:
     """Submit a call of each function on responses to a prompt, but for those of environments."""
     ids = scorer.tokenizer(RESPONSE, add_special_tokens=False)["input_ids"]
     sample, trial = Sample(prompt.text, RESPONSE, ids, prompt.columns, progress=scorer.progress), {}
-    for number, (path, function) in enumerate(functions.items()):
+    for path, function in functions.items():
         if not takes_environments(function):
             size = num_generations if sees_groups(function) else 2  # to see that each has its value
-            trial[path] = scorer.pool.submit(number, [sample] * size)
+            trial[path] = scorer.submit[path]([sample] * size)
     return trial
 
 
@@ -425,7 +433,8 @@ def end_trial(scorer: RewardManager, trial: dict[str, Future]) -> None:
 
     Raises InputError for a function that does not return one value per sample. Other failures are
     warnings, as real responses may have none."""
-    scorer.pool.run()
+    for pool in (scorer.pool, *scorer.own_pools):
+        pool.run()
     wait(trial.values(), return_when=FIRST_EXCEPTION)
     for path, future in trial.items():
         if future.cancel() or not future.done():

@@ -49,7 +49,8 @@ def make_sampler(
             show = log if ranks.is_main else lambda line: None
             profile(engine, params, cost, clock=ranks.clock, show=show)
     together = config.rows_together(ranks.world_size)
-    if board is None and (config.has_drafts or together != 0 or config.trains_in_rollouts):
+    works = config.trains_in_rollouts or config.scores_in_rollouts
+    if board is None and (config.has_drafts or together != 0 or works):
         board = ProgressSync(ranks, config.run.timeout_s, config.rollout.progress_backend)
     history = TextStore(max_history_tokens, keeps_latest=True)
     proposer = None

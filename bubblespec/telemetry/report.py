@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
+from bubblespec.config.imports import last_part
 from bubblespec.distributed.ranks import Ranks
 from bubblespec.engine.model import layer_heads, of_layers
 from bubblespec.engine.recurrent import state_numbers
@@ -67,9 +68,12 @@ def rollout_metrics(record: StepRecord, functions: list[str], *, is_dynamic: boo
 
 
 def short_names(functions: list[str]) -> list[str]:
-    """Return the last part of each dotted path, or all of it where two paths end alike."""
-    short = [path.rsplit(".", 1)[-1] for path in functions]
-    named = zip(functions, short, strict=True)
+    """Return the last part of each dotted path, or all of it where two paths end alike.
+
+    Those of models have dots in place of slashes, which group metrics."""
+    short = list(map(last_part, functions))
+    whole = [path.strip("./").replace("/", ".") for path in functions]
+    named = zip(whole, short, strict=True)
     return [name if short.count(name) == 1 else path for path, name in named]
 
 

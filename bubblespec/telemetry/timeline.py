@@ -27,6 +27,7 @@ STYLES = {
     "shared": ("TP tail", "#7a9a01"),
     "draft (co-scheduled)": ("draft (co-scheduled)", "#f2c230"),
     "draft (idle)": ("draft (idle)", "#e3701a"),
+    "score": ("score responses", "#f4a6c0"),
     "gradient": ("stream gradients", "#c9a9e8"),
     "train drafter": ("train drafter", "#9c8ade"),
     "wait": ("idle", "#e4e4e4"),

@@ -52,13 +52,14 @@ def run(
     drafter: DrafterModel | None = None,
     quantized: CopyModel | None = None,
     copy_cost=None,
+    reward_cost=None,
     together=None,
     **workload,
 ):
     config = make_config(method, **(config or {}))
     parts = (config, make_workload(**workload), cost or LinearCost(), num_ranks)
     models = {"drafter": drafter, "quantized": quantized, "copy_cost": copy_cost}
-    return simulate(*parts, together=together, **models)
+    return simulate(*parts, together=together, reward_cost=reward_cost, **models)
 
 
 def figures(steps) -> list[dict]:

@@ -3,7 +3,8 @@ of the rank's own."""
 
 from concurrent.futures import wait
 
-from bubblespec.mechanisms.stream_gradients import MicrobatchCost, StreamGradients
+from bubblespec.mechanisms.stream_gradients import StreamGradients
+from bubblespec.planner.batches import MicrobatchCost
 from bubblespec.rewards.scorer import RolloutRewards
 from bubblespec.rollout.board import ProgressSync
 

@@ -4,6 +4,8 @@ python -m bubblespec simulate --synthetic mean=2000,max=16000,run=500 --ranks 8 
 [section.key=value ...]
 
 python -m bubblespec simulate --trace RUN_DIR --ranks 8 --cost-model RUN_DIR [section.key=value ...]
+
+With --reward-model, whether it helps that waiting ranks score responses.
 """
 
 import argparse
@@ -60,6 +62,8 @@ def main(arguments: list[str]) -> None:
         group.add_argument(f"--{name}", default=given, **form)
     parser.add_argument("--ranks", type=int, help="default: those of the trace, or 8")
     parser.add_argument("--cost-model", metavar="COST", help="GPU:MODEL or RUN_DIR to fit it on")
+    scored = "GPU:MODEL that scores responses: compare this after rollouts and in idle time"
+    parser.add_argument("--reward-model", metavar="COST", help=scored)
     parser.add_argument("--json", metavar="FILE", help="write the figures to this new file")
     parser.add_argument("overrides", nargs="*", help=f"section.key=value of {', '.join(SECTIONS)}")
     refuse_dashes(arguments)
@@ -98,7 +102,9 @@ def run(arguments: argparse.Namespace) -> None:
         except InputError as error:
             if config.rollout.tp_tail_max_rows != "auto":
                 log(f"warning: no TP tail is simulated: {error}")
-    arms = arms_of(config)
+    reward_cost, arms = None, arms_of(config)
+    if arguments.reward_model:
+        reward_cost, arms = load_cost(arguments.reward_model), arms_of_scoring(config)
     minutes = len(arms) * wall_seconds(workload, num_ranks) / 60
     log(f"about {max(round(minutes), 1)} min of one core: {', '.join(arms)}")
     results = {
@@ -110,6 +116,7 @@ def run(arguments: argparse.Namespace) -> None:
             together=together.seconds if together else None,
             **models,
             copy_cost=copy_cost.seconds if copy_cost else None,
+            reward_cost=reward_cost.seconds if reward_cost else None,
             shows_progress=True,
         )
         for method, arm in arms.items()
@@ -168,6 +175,12 @@ def arms_of(config: Config) -> dict[str, Config]:
     none = changed(config, {"speculative.method": "none", "tail_batching.enabled": False})
     name = method if not is_tail else "tail" if method == "none" else f"tail+{method}"
     return {"none": none, name: config}
+
+
+def arms_of_scoring(config: Config) -> dict[str, Config]:
+    """Return the simulated configurations by when a reward model scores."""
+    after = changed(config, {"reward.model_in_idle_time": False})
+    return {"scored after": after, "scored in idle time": config}
 
 
 def wall_seconds(workload: Workload, num_ranks: int) -> float:

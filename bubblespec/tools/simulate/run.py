@@ -17,12 +17,14 @@ from bubblespec.engine.batch import SamplingParams
 from bubblespec.engine.engine import Engine
 from bubblespec.errors import InputError
 from bubblespec.mechanisms import Run
+from bubblespec.mechanisms.reward_models.mechanism import ModelPool
 from bubblespec.mechanisms.tail_batching import MAX_OVER_SAMPLING, scaled
 from bubblespec.mechanisms.tp_tail.tail import AUTO_ROWS, TPTail, measure
 from bubblespec.memory import max_slots
 from bubblespec.planner.costs import CostModel
 from bubblespec.planner.prices import Prices
 from bubblespec.records import digest
+from bubblespec.rewards.functions import Sample
 from bubblespec.rollout.board import ProgressSync
 from bubblespec.rollout.make_sampler import make_sampler
 from bubblespec.rollout.profile import profile
@@ -34,6 +36,7 @@ from bubblespec.tools.simulate.runner import (
     Cost,
     DrafterModel,
     SimulatedEnvironments,
+    SimulatedRewardModel,
     SimulatedRunner,
     Text,
     copy_chains,
@@ -41,7 +44,7 @@ from bubblespec.tools.simulate.runner import (
 )
 from bubblespec.tools.simulate.workload import SimulatedTexts, Workload
 from bubblespec.tools.simulate.world import SimulatedRanks, SimulatedTicks, World
-from bubblespec.types import Row, StepBatch
+from bubblespec.types import Row, SampleId, StepBatch
 
 
 @dataclass
@@ -49,7 +52,9 @@ class SimulatedStep:
     """One step's rollout."""
 
     step: int
-    seconds: float  # seconds from the begin of the rollout to the end of its last rank
+    seconds: float
+    """Seconds from the begin of the rollout to the end of its last rank, and of its scoring where a
+    reward model scores."""
     forwards: int  # forwards before a rank's own rows were done; the largest number of all ranks
     shared_forwards: int  # forwards of all ranks together, in the TP tail; not in `forwards`
     idle_share: float  # share of the rollout that ranks spent waiting
@@ -73,6 +78,7 @@ def simulate(
     drafter: DrafterModel | None = None,
     quantized: CopyModel | None = None,
     copy_cost: Cost | None = None,
+    reward_cost: Cost | None = None,
     prices: Prices = FREE,
     shows_progress: bool = False,
 ) -> list[SimulatedStep]:
@@ -80,13 +86,15 @@ def simulate(
 
     cost(load): seconds of a forward; together(load): seconds of a forward of all ranks together,
     None for no TP tail; drafter, quantized: used if the method has them, or auto and one is given;
-    copy_cost(load): seconds of a forward of the quantised copy, if its model has no share; prices:
-    of what comes with forwards, for which a run's own fit may be given. Training and rewards take
-    no time."""
+    copy_cost(load): seconds of a forward of the quantised copy, if its model has no share;
+    reward_cost(load): of a reward model that scores all responses, None for none; prices: of what
+    comes with forwards, for which a run's own fit may be given. Training and other rewards take no
+    time."""
     config = copy.deepcopy(config)
     config.run.max_steps = num_steps = steps_that_fit(config, workload)
     config.rollout.dynamic_sampling_max_batches = 1
     config.reward.overlong_buffer_length = 0
+    config.reward.functions = [] if reward_cost is None else [SimulatedRewardModel.path]
     if together is None or num_ranks == 1 or workload.has_tools:
         config.rollout.tp_tail_max_rows = 0
     _check(config, workload, num_ranks)
@@ -95,7 +103,7 @@ def simulate(
     elif drafter is None and "drafter" in config.speculative.sources:
         drafter = DrafterModel()
     models = drafter, quantized or CopyModel()
-    shared = _Shared(config, workload, cost, together, *models, copy_cost, prices)
+    shared = _Shared(config, workload, cost, together, *models, copy_cost, reward_cost, prices)
     shared.time_forwards()
     world, steps = World(num_ranks), []
     is_hidden = None if shows_progress else True  # None: hidden unless standard error is a screen
@@ -169,6 +177,7 @@ class _Shared:
     drafter: DrafterModel | None
     quantized: CopyModel
     copy_cost: Cost | None
+    reward_cost: Cost | None
     prices: Prices
     profiled: CostModel = field(default_factory=CostModel)  # what a run fits at its start
     tp_cost: CostModel | None = None  # of all ranks together; None: the tail begins by rows
@@ -218,6 +227,7 @@ class _Rank:
             SimulatedTexts(shared.workload),
             ranks,
         )
+        self._finished: set[SampleId] = set()  # of the rollout
         config, engine = shared.config, shared.engine(ranks, self.texts.of_row)
         stand_ins: list[Any] = [self.workload, self]  # of a PromptSet and a Scorer
         run = Run(config, ranks, virtual=self._stand_ins(shared, engine))
@@ -226,8 +236,9 @@ class _Rank:
         # Sorted so that a prompt's earliest visit is written last and kept.
         visits = Counter(dict(sorted(self.workload.steps, reverse=True)))
         schedule.load_state_dict(schedule.state_dict() | save_visits(visits))
+        self.pools = list(run.rewards.values())
         board = None
-        if config.has_drafts or shared.tail_rows:
+        if config.has_drafts or shared.tail_rows or config.scores_in_rollouts:
             board = ProgressSync(ranks, config.run.timeout_s, SimulatedTicks(ranks))
         self.sampler = run.sampler = make_sampler(
             config,
@@ -259,6 +270,11 @@ class _Rank:
             stand_ins["quantized"] = copy_chains(engine, shared.quantized, shared.copy_cost)
         if shared.drafter is not None:
             stand_ins["drafter"] = partial(drafter_chains, model=shared.drafter)
+        if shared.reward_cost is not None:
+            max_tokens = config.reward.model_max_tokens_per_batch
+            model = SimulatedRewardModel(ranks, shared.reward_cost, max_tokens)
+            stand_ins["reward_models"] = pool = ModelPool(model, ranks.clock)
+            pool.timed([np.zeros(max_tokens, np.int64)])  # as a run's trial call does
         return stand_ins
 
     def sees_groups(self, step: int | None) -> bool:
@@ -270,14 +286,23 @@ class _Rank:
         runner: Any = self.sampler.engine.runner
         runner.own = frozenset(group.name for group in launch.groups)
         runner.advance(runner.prices.rollout_s)
-        return SimpleNamespace(on_finished=self._check_row, collect=self._collect)
+        self._finished.clear()
+        return SimpleNamespace(on_finished=self._on_finished, collect=self._collect)
 
-    def _check_row(self, row: Row) -> None:
-        """Assert that a row equals its response, whatever was drafted."""
+    def _on_finished(self, row: Row) -> None:
+        """Assert that a row equals its response, whatever was drafted; begin to score it."""
         assert np.array_equal(row.tokens, self.texts.text(row.id, row.max_new_tokens)), row.id
+        self._finished.add(row.id)
+        for pool in self.pools:
+            pool.submit([Sample(row.prompt, row.tokens, [], {})])
 
     def _collect(self, rows: list[Row]) -> np.ndarray:
         """Return rewards, float64 [rows, 1]."""
+        for row in rows:
+            if row.id not in self._finished:
+                self._on_finished(row)
+        for pool in self.pools:
+            pool.finish(self.ranks)
         rewards = [self.workload.rewards.get(self.workload.key(row.id), 0.0) for row in rows]
         return np.array(rewards, np.float64).reshape(-1, 1)
 
@@ -285,12 +310,13 @@ class _Rank:
         """Run a step, on all ranks together; the figures are equal on all of them."""
         ranks, record = self.ranks, self.sampler.sample(step)
         self.texts.end(record.generated.groups)
-        (rollout,), (gen, wait, _) = record.rollouts, record.stages
+        (rollout,), (gen, wait, reward) = record.rollouts, record.stages
+        end_s = reward.end_s if self.pools else wait.end_s
         spans, waited_s = rollout.spans, rollout.wait_s + wait.end_s - wait.begin_s
         if wait.end_s > wait.begin_s:  # for the slowest rank, once its own idle work is over
             spans.append(wait)
         counts = rollout.acceptance
-        own = [wait.end_s - gen.begin_s, rollout.own_forwards, waited_s]
+        own = [end_s - gen.begin_s, rollout.own_forwards, waited_s]
         own += [rollout.drafted_tokens, counts.draft_tokens, counts.accepted_tokens]
         gathered = ranks.all_gather(np.array(own, np.float64))
         seconds, forwards = gathered[:, :2].max(axis=0).tolist()

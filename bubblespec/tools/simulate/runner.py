@@ -13,6 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import torch
 from scipy.optimize import brentq
 
 from bubblespec.engine.arrays import ragged
@@ -23,6 +24,7 @@ from bubblespec.engine.sampling import stream_keys
 from bubblespec.errors import InputError
 from bubblespec.mechanisms.drafter.mechanism import CONTEXT, MAX_CHAIN_LENGTH
 from bubblespec.mechanisms.episodes.environments import Observation, Outcome
+from bubblespec.mechanisms.reward_models.model import RewardModel
 from bubblespec.planner.prices import Prices
 from bubblespec.tools.simulate.workload import NOTHING, OBSERVED, SimulatedTexts
 from bubblespec.tools.simulate.world import SimulatedRanks
@@ -196,6 +198,26 @@ def copy_chains(engine: Engine, model: CopyModel, cost: Cost | None = None) -> A
         return SimulatedChains(engine, model.acceptance, cost)
     policy = engine.runner.cost  # type: ignore[attr-defined]  # a SimulatedRunner
     return SimulatedChains(engine, model.acceptance, lambda load: share * policy(load))
+
+
+class SimulatedRewardModel(RewardModel):
+    """A reward model of one rank, whose forwards take time and whose logits are 0."""
+
+    path, batching, num_truncated = "virtual/reward-model", "packed", 0
+
+    def __init__(self, ranks: SimulatedRanks, cost: Cost, max_tokens: int):
+        """max_tokens: of a forward of several sequences."""
+        self.ranks, self.cost, self.max_tokens = ranks, cost, max_tokens
+        self.model: Any = SimpleNamespace(dtype=torch.bfloat16)
+
+    def tokens_of(self, prompt: Sequence, completion: Sequence) -> np.ndarray:
+        return np.zeros(len(prompt) + len(completion), np.int64)
+
+    def logits(self, sequences: Sequence[np.ndarray]) -> list[float]:
+        for chosen in self.batches([len(ids) for ids in sequences]):
+            size = sum(len(sequences[index]) for index in chosen)
+            self.ranks.clock.sleep(self.cost(Load(len(chosen), size, 0, size)))
+        return [0.0] * len(sequences)
 
 
 class SimulatedEnvironments:
