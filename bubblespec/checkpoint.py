@@ -238,7 +238,7 @@ def _find_checkpoint(config: Config, world_size: int) -> str | None:
     folder, output_dir = config.run.resume_from_checkpoint, config.run.output_dir
     existing = list_checkpoints(output_dir)
     resolved = os.path.join(output_dir, CONFIG_FILE)
-    if os.path.isfile(resolved) and has_content(resolved):
+    if existing and os.path.isfile(resolved) and has_content(resolved):
         _check_same_run(config, flatten(load_config(resolved)), output_dir)
     if folder == "none" and existing:
         raise InputError(

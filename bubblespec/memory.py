@@ -212,7 +212,7 @@ def choose_slots(
             break
     else:
         size = needed * unit + num_shared * needs.shared_row
-        have = f"need {size / 1e9:.3g} GB, and {free / 1e9:.3g} GB are free next to the model"
+        have = f"need {size / 1e9:.2f} GB, and {free / 1e9:.2f} GB are free next to the model"
         keys = (
             "rollout.max_num_seqs, rollout.max_completion_length, optim.max_tokens_per_microbatch"
         )

@@ -22,6 +22,7 @@ from bubblespec.distributed.ranks import Ranks
 from bubblespec.errors import InputError, RewardsFailed, first_problem, log
 from bubblespec.rewards.functions import (
     ARGUMENTS,
+    MARK,
     Answer,
     InProcess,
     RewardFailure,
@@ -412,9 +413,14 @@ def begin_trial(
 ) -> dict[str, Future]:
     """Submit a call of each function on responses to a prompt, but for those of environments."""
     ids = scorer.tokenizer(RESPONSE, add_special_tokens=False)["input_ids"]
-    sample, trial = Sample(prompt.text, RESPONSE, ids, prompt.columns, progress=scorer.progress), {}
+    more = {"progress": scorer.progress, "is_trial": True}
+    sample, trial = Sample(prompt.text, RESPONSE, ids, prompt.columns, **more), {}
+    tried = {path: of for path, of in functions.items() if not takes_environments(of)}
+    if tried:
+        what = f"reward functions on the response {RESPONSE!r} to the first prompt"
+        log(f"trying {what}; what they print begins with {MARK!r} ...")
     for number, (path, function) in enumerate(functions.items()):
-        if not takes_environments(function):
+        if path in tried:
             size = num_generations if sees_groups(function) else 2  # to see that each has its value
             trial[path] = scorer.pool.submit(number, [sample] * size)
     return trial

@@ -20,7 +20,7 @@ from bubblespec.config import Config, flatten
 from bubblespec.config.imports import call, without_input
 from bubblespec.errors import InputError, escape, is_interrupt, log, one_line
 from bubblespec.folders import keep_aside
-from bubblespec.metrics import CHARTS, OWN_GROUPS
+from bubblespec.metrics import OWN_GROUPS, WATCHED
 from bubblespec.records import Samples, StepRecord
 from bubblespec.types import completion_mask
 
@@ -249,11 +249,15 @@ def begin_logging(module: Any, config: Config) -> Callable[[dict[str, Any]], Non
     return lambda metrics: run.log(metrics, step=metrics["step"])
 
 
-def tag_of(key: str) -> str:
-    """Return the curve of a metric: without a group in `train`, as in TRL; our own in one group."""
-    if "/" not in key:
-        return f"train/{key}"
-    return f"{OWN_GROUP}/{key}" if key.startswith(OWN_GROUPS) or "/rank_" in key else key
+def tags_of(key: str) -> list[str]:
+    """Return the curves of a metric: without a group in `train`, as in TRL; our own in one group.
+
+    A metric to watch first is also in a group of these, which TensorBoard opens; others are folded.
+    """
+    tag = key if "/" in key else f"train/{key}"
+    if key.startswith(OWN_GROUPS) or "/rank_" in key:
+        tag = f"{OWN_GROUP}/{key}"
+    return [tag, f"{WATCHED[key]}/{key}"] if key in WATCHED else [tag]
 
 
 class TensorBoard:
@@ -273,7 +277,8 @@ class TensorBoard:
                 self._writer = self._open()
             for key, value in metrics.items():
                 if isinstance(value, int | float | np.generic):
-                    self._writer.add_scalar(tag_of(key), value, step)
+                    for tag in tags_of(key):
+                        self._writer.add_scalar(tag, value, step)
             self._writer.flush()
         except OSError as error:
             if not self._has_failed:
@@ -290,8 +295,6 @@ class TensorBoard:
 
         writer = SummaryWriter(self._folder, purge_step=self._purge_step)
         self._purge_step = None
-        charts = {title: ["Multiline", [f"^{tag_of(of)}$"]] for title, of in CHARTS.items()}
-        writer.add_custom_scalars({"Watch first": charts})
         return writer
 
 
