@@ -194,7 +194,8 @@ def choose_slots(
     is_flexible = wanted == "auto" or is_paged
     room, needed = (free / 2, per_row) if is_flexible else (free, useful)
     if device.type == "cuda" and is_flexible:
-        needs = replace(needs, training=gradient_peak(config, learner))
+        peak = gradient_peak(config, learner) if needs.gradients else 0
+        needs = replace(needs, training=peak)
         of_splits = split_bytes(config, learner.model.config.get_text_config(decoder=True))
         needs = replace(needs, rollout=max(forward_peak(config, learner), of_splits))
         kept_free = 1 - rollout.gpu_memory_utilization

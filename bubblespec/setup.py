@@ -62,11 +62,12 @@ from bubblespec.rewards.functions import load_reward
 from bubblespec.rewards.scorer import (
     RewardManager,
     begin_trial,
+    check_count,
     check_prompts,
     check_weights,
     end_trial,
 )
-from bubblespec.rollout.evaluate import make_evaluator
+from bubblespec.rollout.evaluate import Evaluator, make_evaluator
 from bubblespec.rollout.make_sampler import make_sampler
 from bubblespec.telemetry.files import PACKAGES, import_logger
 from bubblespec.telemetry.reporter import RunReporter, show_phase
@@ -97,12 +98,9 @@ def build(config: Config, ranks: Ranks, is_strict: bool = False) -> Trainer:
         own = {path: load_reward(path, "eval.functions") for path in config.eval.functions}
         own_s = ranks.all_gather(np.array([loading.local_time_s()]))[0]
         now_s = int(planner.get(DATE, own_s)[0])
-        tokenizer = loading.load_tokenizer(config, now_s)
-        model = loading.load_model(config, checkpoint, ranks.device)
-        loading.keep_heads(config, model, checkpoint)
-        num_tokens, lines = loading.check_vocabulary(config, model, tokenizer)
-        run = Run(config, ranks, model, tokenizer, state, checkpoint, is_strict=is_strict)
-        call("load", run)
+        run = Run(config, ranks, state=state, checkpoint=checkpoint, is_strict=is_strict)
+        num_tokens, lines = load_policy(run, now_s)
+        tokenizer, model = run.tokenizer, run.model
     with show_phase(ranks, "checking the model"):
         kernel, warnings = prepare(run, model, num_tokens)
         lines += warnings
@@ -126,17 +124,12 @@ def build(config: Config, ranks: Ranks, is_strict: bool = False) -> Trainer:
         data |= loading.weights_state(base, teacher_model)
         if checkpoint:
             check_continued(planner, data, checkpoint, config.run.allow_changed_data, warn)
+        sources = {"the data": train_prompts.prompts, "the held-out data": eval_prompts}
         has = {"answers_turns": run.answers_turns, "has_reward": run.has_reward}
-        check_prompts(config, rewards, train_prompts, eval_prompts, ranks, own, **has)
+        check_prompts(config, rewards, sources, ranks, own, **has)
+        check_count(config, train_prompts, ranks)
         call("check", run, train_prompts.prompts)
-    stops = loading.stop_tokens(config, model, tokenizer)
-    params = SamplingParams(
-        config.rollout.temperature,
-        config.rollout.top_p,
-        config.rollout.top_k,
-        stops,
-        config.rollout.min_completion_length,
-    )
+    params = sampling_params(run)
     with show_phase(ranks, "comparing gradients"):
         check_gradient(run, kernel, params)
     optimizer = Optimizer(model, config.optim, config.run.max_steps, ranks)
@@ -164,18 +157,8 @@ def build(config: Config, ranks: Ranks, is_strict: bool = False) -> Trainer:
         first, size = train_prompts.prompts[0], config.rollout.num_generations
         trial = begin_trial(scorer, rewards | own, first, size)
     with show_phase(ranks, "timing the engine"):
-        sampler = run.sampler = make_sampler(
-            config,
-            ranks,
-            build_agreeing_engine(run),
-            params,
-            schedule,
-            scorer,
-            reward_weights=weights,
-            drafts_ahead=run.drafts_ahead,
-        )
-        add_mechanisms(run)
-        evaluator = make_evaluator(sampler)
+        evaluator = make_generator(run, schedule, scorer, weights)
+        sampler = run.sampler
     if checkpoint:
         with refuse_what_does_not_fit(checkpoint):
             schedule.load_state_dict(planner)
@@ -209,6 +192,44 @@ def build(config: Config, ranks: Ranks, is_strict: bool = False) -> Trainer:
         best=best,
         **state.get("progress", {}),
     )
+
+
+def load_policy(run: Run, now_s: int) -> tuple[int, list[str]]:
+    """Load the run's model and tokenizer, from its checkpoint if it has one. Raises InputError.
+
+    now_s: see `load_tokenizer`. Return what `check_vocabulary` does."""
+    config = run.config
+    run.tokenizer = loading.load_tokenizer(config, now_s)
+    run.model = loading.load_model(config, run.checkpoint, run.ranks.device)
+    loading.keep_heads(config, run.model, run.checkpoint)
+    found = loading.check_vocabulary(config, run.model, run.tokenizer)
+    call("load", run)
+    return found
+
+
+def sampling_params(run: Run) -> SamplingParams:
+    """Return the distribution that a run's responses are sampled from."""
+    rollout, stops = run.config.rollout, loading.stop_tokens(run.config, run.model, run.tokenizer)
+    shortest = rollout.min_completion_length
+    return SamplingParams(rollout.temperature, rollout.top_p, rollout.top_k, stops, shortest)
+
+
+def make_generator(
+    run: Run, schedule: StepSchedule, scorer: RewardManager, weights: list[float]
+) -> Evaluator:
+    """Build the engine, the run's sampler and its mechanisms; return its evaluator."""
+    run.sampler = make_sampler(
+        run.config,
+        run.ranks,
+        build_agreeing_engine(run),
+        run.learner.params,
+        schedule,
+        scorer,
+        reward_weights=weights,
+        drafts_ahead=run.drafts_ahead,
+    )
+    add_mechanisms(run)
+    return make_evaluator(run.sampler)
 
 
 def call(name: str, *given) -> None:

@@ -375,16 +375,15 @@ def check_weights(config: Config, has_environment: bool) -> list[float]:
 def check_prompts(
     config: Config,
     functions: dict[str, RewardFunction],
-    train_prompts: PromptSet,
-    eval_prompts: list[Prompt],
+    sources: dict[str, list[Prompt]],
     ranks: Ranks,
     eval_functions: dict[str, RewardFunction],
     *,
     answers_turns: bool,
     has_reward: bool,
 ) -> None:
-    """Raise InputError where functions lack columns or there are too few prompts."""
-    sources = {"the data": train_prompts.prompts, "the held-out data": eval_prompts}
+    """Raise InputError where functions lack columns. sources: prompts, the held-out ones last."""
+    held_out = list(sources)[-1]
     for source, prompts in sources.items():
         if not prompts:
             continue
@@ -392,12 +391,16 @@ def check_prompts(
         check_columns(columns, config.data.columns.values(), source)
         for path, function in functions.items():
             check_arguments(path, function, columns, source, answers_turns)
-        if prompts is eval_prompts:
+        if source == held_out:
             given = columns, source, answers_turns, "eval.functions"
             for path, function in eval_functions.items():
                 check_arguments(path, function, *given)
         if not has_reward:  # of environments, which may score any row
             ranks.run_on_rank0(partial(check_references, functions, prompts, source))
+
+
+def check_count(config: Config, train_prompts: PromptSet, ranks: Ranks) -> None:
+    """Raise InputError where there are too few prompts for a step, or for its ranks."""
     num_prompts = config.rollout.num_prompts_per_step
     train_prompts.batch(config.run.seed, 0, num_prompts)  # raises where there are too few
     if num_prompts < ranks.world_size:

@@ -56,11 +56,8 @@ class Evaluator:
         sampler, settings = self.sampler, self.sampler.config.eval
         ranks = sampler.ranks
         began_s = ranks.clock.perf_counter()
-        own = {name: getattr(settings, name) for name in ("temperature", "top_p", "top_k")}
-        own = {name: value for name, value in own.items() if value is not None}
-        params = replace(sampler.params, **own)
-        groups = [Group(prompt, EVALUATION) for prompt in prompts]
-        samples, rollout = self.generate(groups, settings.num_generations, params, version)
+        samples, rollout = self.generate(prompts, version)
+        groups = samples.groups
         seconds = ranks.clock.perf_counter() - began_s
         names = sampler.scorer.names
         scores, others = np.split(samples.rewards, [len(names)], axis=1)
@@ -92,15 +89,22 @@ class Evaluator:
         metrics |= evaluation_metrics(samples, rollout, seconds, has_drafts=has_drafts)
         return Evaluation(samples, rewards, over_ranks(metrics, ranks.gather_text))
 
-    def generate(
-        self, groups: list[Group], num_generations: int, params: SamplingParams, version: int
-    ) -> tuple[Samples, RolloutRecord]:
+    @property
+    def params(self) -> SamplingParams:
+        """Return the distribution of evaluations: training's, but for what `eval` sets."""
+        settings = self.sampler.config.eval
+        own = {name: getattr(settings, name) for name in ("temperature", "top_p", "top_k")}
+        own = {name: value for name, value in own.items() if value is not None}
+        return replace(self.sampler.params, **own)
+
+    def generate(self, prompts: list[Prompt], version: int) -> tuple[Samples, RolloutRecord]:
         """Generate and score samples of held-out prompts; no choice is made by them.
 
         version: updates of the weights. Raises StopRequested."""
-        sampler, launch = self.sampler, StepBatch(groups, len(groups), num_generations)
+        sampler, groups = self.sampler, [Group(prompt, EVALUATION) for prompt in prompts]
+        launch = StepBatch(groups, len(groups), sampler.config.eval.num_generations)
         plan = sampler.prepare(launch, None, self.store, sampler.stats.chooser.off(version))
-        plan.used, plan.params, plan.version = groups, params, version
+        plan.used, plan.params, plan.version = groups, self.params, version
         if len(self.store) or self.has_chains:
             plan.proposer = self.proposer
         samples, record, *_ = sampler.rollout(plan)

@@ -62,8 +62,7 @@ class JsonLines:
 
     def write(self, record: dict[str, Any]) -> bool:
         """Append a line after the waiting ones. Return whether all of them are in the file."""
-        line = json.dumps(_plain(record), allow_nan=False, default=str) + "\n"
-        self._waiting.append(line)
+        self._waiting.append(json_line(record))
         return self._flush()
 
     def close(self) -> None:
@@ -87,6 +86,11 @@ class JsonLines:
         self._size = self._file.tell()
         self._waiting = []
         return True
+
+
+def json_line(record: dict[str, Any]) -> str:
+    """Write a record as a line of JSON; what JSON lacks is null or text."""
+    return json.dumps(_plain(record), allow_nan=False, default=str) + "\n"
 
 
 def _plain(value: Any) -> Any:
@@ -157,18 +161,26 @@ def describe(
     record: StepRecord, index: int, names: list[str], tokenizer: PreTrainedTokenizerBase
 ) -> dict:
     """Return a sample as a line of samples.jsonl. names: of the reward functions."""
-    samples, prompt = record.samples, record.samples.prompt_of(index)
+    samples = record.samples
+    described = describe_sample(samples, index, names, tokenizer)
+    described["columns"] |= record.logged.get(samples.ids[index], {})
+    numbers = {"reward": record.rewards.ravel()[index], "advantage": record.advantages[index]}
+    return {"step": record.step + 1, **described, **numbers}
+
+
+def describe_sample(
+    samples: Samples, index: int, names: list[str], tokenizer: PreTrainedTokenizerBase
+) -> dict:
+    """Return what is known of one of these samples. names: of the reward functions."""
+    prompt = samples.prompt_of(index)
     return {
-        "step": record.step + 1,
         **dict(zip(ID_KEYS, samples.ids[index], strict=True)),
         "prompt": prompt.text,
         "completion": completion_of(samples, index, tokenizer),
         "num_tokens": len(samples.tokens[index]),
         "is_truncated": bool(samples.is_truncated[index]),
-        "reward": float(record.rewards.ravel()[index]),
         "rewards": dict(zip(names, samples.rewards[index].tolist(), strict=True)),
-        "advantage": float(record.advantages[index]),
-        "columns": prompt.columns | record.logged.get(samples.ids[index], {}),
+        "columns": dict(prompt.columns),
     }
 
 

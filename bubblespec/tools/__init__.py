@@ -22,6 +22,16 @@ COMMANDS = {
         "train on several ranks, as torchrun does with train.py",
         "--nproc-per-node 2 --config configs/tiny_cpu.yaml run.max_steps=2",
     ),
+    "evaluate": Command(
+        "bubblespec.tools.evaluate",
+        "evaluate a checkpoint or a model on held-out prompts",
+        "configs/tiny_policy --config configs/tiny_cpu.yaml eval.num_prompts=16",
+    ),
+    "generate": Command(
+        "bubblespec.tools.generate",
+        "generate responses of a checkpoint or a model to your own prompts",
+        'configs/tiny_policy "State the final answer to the following arithmetic problem: 1 + 2 ="',
+    ),
     "doctor": Command(
         "bubblespec.tools.doctor",
         "check whether this machine can run a configuration",
@@ -67,9 +77,12 @@ def _example_of(name: str) -> str:
     return f"python -m bubblespec {name} {COMMANDS[name].example}"
 
 
-def parse(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> argparse.Namespace:
+def parse(
+    parser: argparse.ArgumentParser, arguments: Sequence[str], needs_config: bool = True
+) -> argparse.Namespace:
     """Add --config and the overrides to a parser, and parse. Raises InputError."""
-    parser.add_argument("--config", required=True, metavar="FILE", help="YAML file, see configs/")
+    what = "YAML file, see configs/"
+    parser.add_argument("--config", required=needs_config, metavar="FILE", help=what)
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="a key's value")
     refuse_dashes(arguments)
     return parser.parse_intermixed_args(arguments)
