@@ -3,11 +3,13 @@
 import json
 import os
 import shutil
+import sys
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from bubblespec import __main__
 from bubblespec.checkpoint import STATE_FILE
 from bubblespec.tools import evaluate, generate, launch
 from tests.helpers.checks import refusal
@@ -96,7 +98,6 @@ def test_what_is_no_policy_is_one_line(runs, tmp_path):
     for number in (1, 2):
         shutil.rmtree(run / f"checkpoint-{number}")
     assert refusal(evaluate.main, [str(run)]).endswith("of a run that has no checkpoint yet")
-    assert refusal(evaluate.main, [TINY, "--nproc-per-node", "0"]).startswith("--nproc-per-node: 0")
 
 
 @pytest.mark.parametrize("command", [evaluate, generate])
@@ -105,11 +106,12 @@ def test_ranks_are_started_as_torchrun_does(monkeypatch, command):
     monkeypatch.setattr(launch.run, "run", taken.append)
     monkeypatch.setattr(launch.logging, "disable", lambda level: None)
     monkeypatch.delenv("RANK", raising=False)
+    name = command.__name__.rpartition(".")[2]
     given = [TINY, "--config", CONFIG, "--nproc-per-node", "3", "run.seed=1"]
     given[1:1] = ["1 + 1 ="] * (command is generate)
-    command.main(given)
+    monkeypatch.setattr(sys, "argv", ["bubblespec", name, *given])
+    assert __main__.main() == 0
     (options,) = taken
-    name = command.__name__.rpartition(".")[2]
     assert options.module and options.training_script == "bubblespec"
     assert options.training_script_args == [name, *given] and options.nproc_per_node == "3"
 

@@ -17,6 +17,7 @@ from bubblespec.distributed.ranks import Ranks
 from bubblespec.errors import log
 from bubblespec.learn.learner import Learner
 from bubblespec.metrics import over_ranks
+from bubblespec.progress import note
 from bubblespec.records import Samples, StepRecord
 from bubblespec.telemetry import report, summary
 from bubblespec.telemetry.files import (
@@ -36,6 +37,7 @@ SAMPLE_STEPS = 10  # from one set of sample responses, or line about drafts, to 
 @contextlib.contextmanager
 def show_phase(ranks: Ranks, name: str) -> Iterator[None]:
     """Show what a run does in this context, as it begins."""
+    note(name)
     if ranks.is_main:
         log(f"{name} ...")
     yield

@@ -216,26 +216,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add what `evaluate` and `generate` have in common."""
     what = "checkpoint-N of a run, the run's folder (its newest), a model's folder or hub name"
     parser.add_argument("policy", metavar="CHECKPOINT_OR_MODEL", help=what)
-    add_number(parser, "--nproc-per-node", "ranks of this machine")
     parser.add_argument("--responses", metavar="OUT.jsonl", help="file for all responses")
-
-
-def add_number(parser: argparse.ArgumentParser, option: str, what: str) -> None:
-    """Add an option with a number, 1 by default, which may be written with underscores."""
-    names = option, f"--{option[2:].replace('-', '_')}"
-    parser.add_argument(*names, type=int, default=1, metavar="N", help=what)
-
-
-def launch(name: str, given: argparse.Namespace, arguments: list[str]) -> bool:
-    """Run the command on several ranks to their end, if it is to and is not one; return whether."""
-    if given.nproc_per_node < 1:
-        raise InputError(f"--nproc-per-node: {given.nproc_per_node} must be at least 1")
-    if given.nproc_per_node == 1 or "RANK" in os.environ:
-        return False
-    from bubblespec.tools.launch import run_command
-
-    run_command(given.nproc_per_node, name, arguments)
-    return True
 
 
 def check_outputs(ranks: Ranks, outputs: dict[str, str | None]) -> None:
@@ -270,8 +251,6 @@ def main(arguments: list[str]) -> None:
     add_arguments(parser)
     parser.add_argument("--json", metavar="OUT", help="file for the metrics")
     given = parse(parser, arguments, needs_config=False)
-    if launch("evaluate", given, arguments):
-        return
     policy = read_policy(given.policy, given.config, given.overrides)
     config = policy.config
     with ranks_from_environment(config.model.device, config.run.timeout_s) as ranks:

@@ -23,10 +23,8 @@ from bubblespec.tools import make_parser, parse
 from bubblespec.tools.evaluate import (
     Policy,
     add_arguments,
-    add_number,
     build,
     check_outputs,
-    launch,
     read_policy,
     write_responses,
 )
@@ -41,10 +39,9 @@ def main(arguments: list[str]) -> None:
     parser = make_parser("generate")
     add_arguments(parser)
     parser.add_argument("prompts", metavar="PROMPT_OR_FILE", help="a text, or a JSON or JSONL file")
-    add_number(parser, "--num-generations", "responses to each prompt")
+    option, what = ("--num-generations", "--num_generations"), "responses to each prompt"
+    parser.add_argument(*option, type=int, default=1, metavar="N", help=what)
     given = parse(parser, arguments, needs_config=False)
-    if launch("generate", given, arguments):
-        return
     sets = {name.partition("=")[0] for name in given.overrides}
     overrides = [*given.overrides, f"eval.num_generations={given.num_generations}"]
     overrides += ["eval.num_prompts=1", "eval.functions=[]"]

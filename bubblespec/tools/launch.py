@@ -17,6 +17,7 @@ from torch.distributed import run
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
+from bubblespec import progress
 from bubblespec.distributed.failures import check_host
 from bubblespec.distributed.processes import STOP_SIGNALS
 from bubblespec.errors import InputError, RankTimeout, log, one_line
@@ -48,7 +49,7 @@ def main(arguments: list[str]) -> None:
     run_ranks(options)
 
 
-def run_command(num_ranks: int, name: str, arguments: list[str]) -> None:
+def run_command(name: str, arguments: list[str], num_ranks: int) -> None:
     """Run a command of this package on several ranks of this machine; see `run_ranks`."""
     given = [f"--nproc-per-node={num_ranks}", "--module", "bubblespec", name, *arguments]
     run_ranks(parse_options(given, make_parser(name)))
@@ -70,6 +71,7 @@ def run_ranks(options: argparse.Namespace) -> None:
     try:
         if run.determine_local_world_size(options.nproc_per_node) < 1:
             raise ValueError(f"--nproc-per-node {options.nproc_per_node} is less than 1")
+        progress.end()
         run.run(options)
     except ChildFailedError as error:
         # torchrun ends the other ranks by SIGTERM, perhaps in the same second.
