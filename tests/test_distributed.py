@@ -92,7 +92,7 @@ def test_stop_is_answered_while_main_thread_is_in_c(usual_signals, capfd, activi
         thread.join()
         assert ranks.must_stop and requested == [False]
         signal.raise_signal(signal.SIGHUP)  # nothing new
-    line = f"SIGTERM: stopping {when}, then saving; a second Ctrl-C ends it without\n"
+    line = f"SIGTERM: stopping {when}, then saving; a second Ctrl-C ends the run unsaved\n"
     assert "".join([*said, capfd.readouterr().err]) == line
     assert signal.set_wakeup_fd(-1) == -1
 

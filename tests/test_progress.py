@@ -8,7 +8,7 @@ import pytest
 from bubblespec import progress
 from bubblespec.rollout.loop import RolloutLoop
 from tests.helpers.checks import wait_until
-from tests.helpers.runs import SHORT, train_here
+from tests.helpers.runs import ALWAYS_DRAFT, SHORT, train_here
 from tests.helpers.threads import train_on_threads
 from tests.helpers.warm import ROOT
 
@@ -83,6 +83,6 @@ def test_rollout_counts_complete_responses(monkeypatch, tmp_path):
     )
     assert f"{start}0 of 16 responses of rank 1 are complete" in lines
     lines.clear()
-    ticks = [*options[:2], "speculative.method=bubble", "rollout.tp_tail_max_rows=0"]
+    ticks = ["run.max_steps=2", "speculative.method=bubble", ALWAYS_DRAFT]
     train_on_threads(2, *SHORT, *ticks, f"run.output_dir={tmp_path / 'c'}")
     assert f"{start}0 of 32 responses are complete" in lines

@@ -388,7 +388,7 @@ def answers_at_once(ranks: Ranks, numbers: set[int]) -> Iterator[None]:
             if number:
                 is_updating = ranks.activity.startswith("training")
                 when = "after this update" if is_updating else "now"
-                name, more = signal.Signals(number[0]).name, "a second Ctrl-C ends it without"
+                name, more = signal.Signals(number[0]).name, "a second Ctrl-C ends the run unsaved"
                 log(f"{name}: stopping {when}, then saving; {more}")
             while file.read(64):
                 pass
