@@ -153,7 +153,7 @@ def test_wrong_option_is_one_line(option, code):
 
 
 @pytest.mark.parametrize("command", [["-m", "bubblespec", "train"], ["train.py"]])
-def test_ctrl_c_during_imports_ends_without_a_word(command):
+def test_ctrl_c_during_imports_ends_without_traceback(command):
     pipe = {"stderr": subprocess.PIPE, "text": True, "cwd": ROOT}
     with subprocess.Popen([sys.executable, *command, *CONFIG], **pipe) as process:
         maps = Path(f"/proc/{process.pid}/maps")

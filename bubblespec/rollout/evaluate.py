@@ -56,8 +56,8 @@ class Evaluator:
         sampler, settings = self.sampler, self.sampler.config.eval
         ranks = sampler.ranks
         began_s = ranks.clock.perf_counter()
-        samples, rollout = self.generate(prompts, version)
-        groups = samples.groups
+        groups = [Group(prompt, EVALUATION) for prompt in prompts]
+        samples, rollout = self.generate(groups, settings.num_generations, self.params, version)
         seconds = ranks.clock.perf_counter() - began_s
         names = sampler.scorer.names
         scores, others = np.split(samples.rewards, [len(names)], axis=1)
@@ -97,14 +97,15 @@ class Evaluator:
         own = {name: value for name, value in own.items() if value is not None}
         return replace(self.sampler.params, **own)
 
-    def generate(self, prompts: list[Prompt], version: int) -> tuple[Samples, RolloutRecord]:
+    def generate(
+        self, groups: list[Group], num_generations: int, params: SamplingParams, version: int
+    ) -> tuple[Samples, RolloutRecord]:
         """Generate and score samples of held-out prompts; no choice is made by them.
 
         version: updates of the weights. Raises StopRequested."""
-        sampler, groups = self.sampler, [Group(prompt, EVALUATION) for prompt in prompts]
-        launch = StepBatch(groups, len(groups), sampler.config.eval.num_generations)
+        sampler, launch = self.sampler, StepBatch(groups, len(groups), num_generations)
         plan = sampler.prepare(launch, None, self.store, sampler.stats.chooser.off(version))
-        plan.used, plan.params, plan.version = groups, self.params, version
+        plan.used, plan.params, plan.version = groups, params, version
         if len(self.store) or self.has_chains:
             plan.proposer = self.proposer
         samples, record, *_ = sampler.rollout(plan)

@@ -13,6 +13,7 @@ import os
 from bubblespec.data.prompts import build_prompt_set, make_tokenize
 from bubblespec.data.rows import FILE_FORMATS, load_rows, suffix_of
 from bubblespec.distributed.ranks import ranks_from_environment
+from bubblespec.engine.sampling import EVALUATION
 from bubblespec.errors import InputError
 from bubblespec.mechanisms import Run
 from bubblespec.telemetry.files import completion_of
@@ -28,7 +29,7 @@ from bubblespec.tools.evaluate import (
     read_policy,
     write_responses,
 )
-from bubblespec.types import Prompt
+from bubblespec.types import Group, Prompt
 
 MAX_LENGTH = 1 << 20  # of a prompt: no configured limit holds for one's own
 PLAIN = {"data": {"path": "none"}, "run": {"output_dir": "none"}}  # sections of a model alone
@@ -61,7 +62,9 @@ def main(arguments: list[str]) -> None:
         check_outputs(ranks, {"--responses": given.responses})
         evaluator, prompts = build(policy, ranks, read_prompts)
         with show_phase(ranks, "generating"):
-            samples, _ = evaluator.generate(prompts, policy.num_updates)
+            groups = [Group(prompt, EVALUATION) for prompt in prompts]
+            rollout = groups, given.num_generations, evaluator.params, policy.num_updates
+            samples, _ = evaluator.generate(*rollout)
         if not ranks.is_main:
             return
         scorer = evaluator.sampler.scorer
