@@ -8,9 +8,11 @@ import bubblespec
 
 if __name__ == "__main__":
     bubblespec.own_folders_last()
+    from bubblespec import progress
     from bubblespec.distributed.processes import end_early
 
-    end_early()  # before imports that take seconds
+    end_early()
+    progress.begin("importing torch and transformers")  # which takes seconds
 
 import argparse
 import logging

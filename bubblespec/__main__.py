@@ -1,4 +1,4 @@
-"""The commands: python -m bubblespec train|doctor|memory|simulate ..."""
+"""The commands: python -m bubblespec train|evaluate|generate|doctor|memory|simulate ..."""
 
 import os
 import sys
@@ -11,9 +11,10 @@ if __name__ == "__main__":
 import importlib
 import logging
 
+from bubblespec import progress
 from bubblespec.distributed.processes import end_early
-from bubblespec.errors import EndsRun
-from bubblespec.tools import COMMANDS, GONE, usage
+from bubblespec.errors import EndsRun, InputError, log
+from bubblespec.tools import COMMANDS, GONE, num_ranks, usage
 
 
 def main() -> int:
@@ -27,14 +28,28 @@ def main() -> int:
             problem = GONE.get(name, f"{name} is no command\n{usage()}")
             print(f"error: {problem}", file=sys.stderr)
         return 0 if is_help else 2
-    import transformers  # here and below, as imports take seconds
+    try:
+        count = num_ranks(name, arguments)
+    except InputError as error:
+        log("\n".join(error.lines()))
+        return error.exit_code
+    if name == "train" or count > 1:
+        progress.begin("starting the ranks")
+    else:
+        progress.begin("importing torch and transformers")  # here and below: that takes seconds
+        import transformers
 
+        transformers.utils.logging.disable_progress_bar()
     from bubblespec.distributed.failures import report
 
-    transformers.utils.logging.disable_progress_bar()
     if os.environ.get("RANK", "0") != "0":
         logging.disable(logging.WARNING)
     try:
+        if count > 1:
+            from bubblespec.tools.launch import run_command
+
+            run_command(name, arguments, count)
+            return 0
         return importlib.import_module(COMMANDS[name].module).main(arguments) or 0
     except EndsRun as error:  # one line
         return report(error)

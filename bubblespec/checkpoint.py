@@ -238,7 +238,7 @@ def _find_checkpoint(config: Config, world_size: int) -> str | None:
     folder, output_dir = config.run.resume_from_checkpoint, config.run.output_dir
     existing = list_checkpoints(output_dir)
     resolved = os.path.join(output_dir, CONFIG_FILE)
-    if os.path.isfile(resolved) and has_content(resolved):
+    if existing and os.path.isfile(resolved) and has_content(resolved):
         _check_same_run(config, flatten(load_config(resolved)), output_dir)
     if folder == "none" and existing:
         raise InputError(
@@ -246,12 +246,7 @@ def _find_checkpoint(config: Config, world_size: int) -> str | None:
             "run.resume_from_checkpoint=auto to resume"
         )
     if folder == "auto":
-        folder = "none"
-        for candidate in reversed(existing):
-            if (damage := find_damage(candidate)) is None:
-                folder = candidate
-                break
-            log(f"warning: {candidate} is damaged: {damage}; trying the previous one")
+        folder = newest_whole(existing) or "none"
         if existing and folder == "none":
             advice = "remove them to start a new run"
             raise InputError(f"run.output_dir: all its checkpoints are damaged; {advice}")
@@ -274,6 +269,15 @@ def _find_checkpoint(config: Config, world_size: int) -> str | None:
     for difference in differences:
         log(f"warning: {difference} in {folder}; {weights}")
     return folder
+
+
+def newest_whole(checkpoints: list[str]) -> str | None:
+    """Return the newest of these folders, oldest first, that is not damaged; warn of others."""
+    for folder in reversed(checkpoints):
+        if (damage := find_damage(folder)) is None:
+            return folder
+        log(f"warning: {folder} is damaged: {damage}; trying the previous one")
+    return None
 
 
 def _check_same_run(config: Config, saved: dict, where: str) -> list[str]:

@@ -3,6 +3,7 @@
 import contextlib
 import signal
 import sys
+import time
 import traceback
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -70,11 +71,21 @@ def is_interrupt(error: BaseException) -> bool:
     return isinstance(error, Interrupt if has_own_handler else KeyboardInterrupt)
 
 
+_said_s = time.monotonic()  # when the last line was printed
+
+
 def log(line: str) -> None:
     """Print a line to stderr; if that is on a full disk, the run continues without it."""
+    global _said_s
+    _said_s = time.monotonic()
     with contextlib.suppress(OSError):
         tqdm.write(escape(line), file=sys.stderr)  # not into a progress bar
         sys.stderr.flush()
+
+
+def quiet_s() -> float:
+    """Return the seconds since the last line of `log`."""
+    return time.monotonic() - _said_s
 
 
 def escape(text: str) -> str:

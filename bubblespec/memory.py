@@ -196,7 +196,8 @@ def choose_slots(
     is_flexible = wanted == "auto" or is_paged
     room, needed = (free / 2, per_row) if is_flexible else (free, useful)
     if device.type == "cuda" and is_flexible:
-        needs = replace(needs, training=gradient_peak(config, learner))
+        peak = gradient_peak(config, learner) if needs.gradients else 0
+        needs = replace(needs, training=peak)
         of_splits = split_bytes(config, learner.model.config.get_text_config(decoder=True))
         needs = replace(needs, rollout=max(forward_peak(config, learner), of_splits))
         kept_free = 1 - rollout.gpu_memory_utilization
@@ -214,7 +215,7 @@ def choose_slots(
             break
     else:
         size = needed * unit + num_shared * needs.shared_row
-        have = f"need {size / 1e9:.3g} GB, and {free / 1e9:.3g} GB are free next to the model"
+        have = f"need {size / 1e9:.2f} GB, and {free / 1e9:.2f} GB are free next to the model"
         keys = (
             "rollout.max_num_seqs, rollout.max_completion_length, optim.max_tokens_per_microbatch"
         )

@@ -30,7 +30,8 @@ def _pattern(names: str) -> str:
     return re.sub(r"(?<=[_@])[KNR]\b", r"\\d+", text)
 
 
-CHARTS = {row["chart"]: _pattern(names) for names, row in TABLE["Watch first"].items()}
+# TensorBoard's group of each metric to watch first.
+WATCHED = {name: row["group"] for name, row in TABLE["Watch first"].items()}
 ROWS = [
     row | {"pattern": _pattern(names)}
     for title, rows in TABLE.items()

@@ -58,15 +58,17 @@ from bubblespec.learn.optimizer import Optimizer
 from bubblespec.mechanisms import Run, functions
 from bubblespec.memory import choose_slots, estimate, max_length
 from bubblespec.planner.stats import load_parts
-from bubblespec.rewards.functions import load_reward
+from bubblespec.rewards.functions import RewardFunction, load_reward
 from bubblespec.rewards.scorer import (
     RewardManager,
+    Rewards,
     begin_trial,
+    check_count,
     check_prompts,
     check_weights,
     end_trial,
 )
-from bubblespec.rollout.evaluate import make_evaluator
+from bubblespec.rollout.evaluate import Evaluator, make_evaluator
 from bubblespec.rollout.make_sampler import make_sampler
 from bubblespec.telemetry.files import PACKAGES, import_logger
 from bubblespec.telemetry.reporter import RunReporter, show_phase
@@ -93,21 +95,13 @@ def build(config: Config, ranks: Ranks, is_strict: bool = False) -> Trainer:
             with refuse_what_does_not_fit(checkpoint):
                 planner = load_arrays(checkpoint, PLANNER_FILE)
         hooks = load_own(config, ranks)
-        called: dict[str, Any] = {}
-        for key, paths in (("reward", config.reward.functions), ("eval", config.eval.functions)):
-            of_key = [path for path in paths if not is_model(path)]
-            called |= {path: load_reward(path, f"{key}.functions") for path in of_key}
+        called = load_functions(config)
         own_s = ranks.all_gather(np.array([loading.local_time_s()]))[0]
         now_s = int(planner.get(DATE, own_s)[0])
-        tokenizer = loading.load_tokenizer(config, now_s)
-        model = loading.load_model(config, checkpoint, ranks.device)
-        loading.keep_heads(config, model, checkpoint)
-        num_tokens, lines = loading.check_vocabulary(config, model, tokenizer)
-        run = Run(config, ranks, model, tokenizer, now_s, state, checkpoint, is_strict=is_strict)
-        call("load", run)
-        called |= run.rewards
-        rewards = {path: called[path] for path in config.reward.functions}
-        own = {path: called[path] for path in config.eval.functions}
+        run = Run(config, ranks, state=state, checkpoint=checkpoint, is_strict=is_strict)
+        num_tokens, lines = load_policy(run, now_s)
+        tokenizer, model = run.tokenizer, run.model
+        rewards, own = rewards_of(run, called)
     with show_phase(ranks, "checking the model"):
         kernel, warnings = prepare(run, model, num_tokens)
         lines += warnings
@@ -131,17 +125,12 @@ def build(config: Config, ranks: Ranks, is_strict: bool = False) -> Trainer:
         data |= loading.weights_state(base, teacher_model, *run.frozen)
         if checkpoint:
             check_continued(planner, data, checkpoint, config.run.allow_changed_data, warn)
+        sources = {"the data": train_prompts.prompts, "the held-out data": eval_prompts}
         has = {"answers_turns": run.answers_turns, "has_reward": run.has_reward}
-        check_prompts(config, rewards, train_prompts, eval_prompts, ranks, own, **has)
+        check_prompts(config, rewards, sources, ranks, own, **has)
+        check_count(config, train_prompts, ranks)
         call("check", run, train_prompts.prompts)
-    stops = loading.stop_tokens(config, model, tokenizer)
-    params = SamplingParams(
-        config.rollout.temperature,
-        config.rollout.top_p,
-        config.rollout.top_k,
-        stops,
-        config.rollout.min_completion_length,
-    )
+    params = sampling_params(run)
     with show_phase(ranks, "comparing gradients"):
         check_gradient(run, kernel, params)
     optimizer = Optimizer(model, config.optim, config.run.max_steps, ranks)
@@ -169,18 +158,8 @@ def build(config: Config, ranks: Ranks, is_strict: bool = False) -> Trainer:
         first, size = train_prompts.prompts[0], config.rollout.num_generations
         trial = begin_trial(scorer, rewards | own, first, size)
     with show_phase(ranks, "timing the engine"):
-        sampler = run.sampler = make_sampler(
-            config,
-            ranks,
-            build_agreeing_engine(run),
-            params,
-            schedule,
-            scorer,
-            reward_weights=weights,
-            drafts_ahead=run.drafts_ahead,
-        )
-        add_mechanisms(run)
-        evaluator = make_evaluator(sampler)
+        evaluator = make_generator(run, schedule, scorer, weights)
+        sampler = run.sampler
     if checkpoint:
         with refuse_what_does_not_fit(checkpoint):
             schedule.load_state_dict(planner)
@@ -214,6 +193,64 @@ def build(config: Config, ranks: Ranks, is_strict: bool = False) -> Trainer:
         best=best,
         **state.get("progress", {}),
     )
+
+
+def load_functions(config: Config) -> dict[str, RewardFunction]:
+    """Load the functions that score responses, by path, without models. Raises InputError."""
+    called: dict[str, RewardFunction] = {}
+    for key, paths in (("reward", config.reward.functions), ("eval", config.eval.functions)):
+        of_key = [path for path in paths if not is_model(path)]
+        called |= {path: load_reward(path, f"{key}.functions") for path in of_key}
+    return called
+
+
+def rewards_of(run: Run, called: dict[str, RewardFunction]) -> tuple[Rewards, Rewards]:
+    """Return what scores responses in training and what does in evaluations alone, by path.
+
+    called: of `load_functions`; models are the run's."""
+    known: Rewards = {**called, **run.rewards}
+    config = run.config
+    paths = config.reward.functions, config.eval.functions
+    rewards, own = ({path: known[path] for path in of} for of in paths)
+    return rewards, own
+
+
+def load_policy(run: Run, now_s: int) -> tuple[int, list[str]]:
+    """Load the run's model and tokenizer, from its checkpoint if it has one. Raises InputError.
+
+    now_s: see `load_tokenizer`. Return what `check_vocabulary` does."""
+    config, run.now_s = run.config, now_s
+    run.tokenizer = loading.load_tokenizer(config, now_s)
+    run.model = loading.load_model(config, run.checkpoint, run.ranks.device)
+    loading.keep_heads(config, run.model, run.checkpoint)
+    found = loading.check_vocabulary(config, run.model, run.tokenizer)
+    call("load", run)
+    return found
+
+
+def sampling_params(run: Run) -> SamplingParams:
+    """Return the distribution that a run's responses are sampled from."""
+    rollout, stops = run.config.rollout, loading.stop_tokens(run.config, run.model, run.tokenizer)
+    shortest = rollout.min_completion_length
+    return SamplingParams(rollout.temperature, rollout.top_p, rollout.top_k, stops, shortest)
+
+
+def make_generator(
+    run: Run, schedule: StepSchedule, scorer: RewardManager, weights: list[float]
+) -> Evaluator:
+    """Build the engine, the run's sampler and its mechanisms; return its evaluator."""
+    run.sampler = make_sampler(
+        run.config,
+        run.ranks,
+        build_agreeing_engine(run),
+        run.learner.params,
+        schedule,
+        scorer,
+        reward_weights=weights,
+        drafts_ahead=run.drafts_ahead,
+    )
+    add_mechanisms(run)
+    return make_evaluator(run.sampler)
 
 
 def call(name: str, *given) -> None:

@@ -33,6 +33,7 @@ from bubblespec.errors import (
 )
 from bubblespec.learn.learner import Learner
 from bubblespec.planner.stats import state_of
+from bubblespec.progress import note
 from bubblespec.records import Span, StepRecord, has_rewards
 from bubblespec.rollout.evaluate import Evaluation, Evaluator, numbers_of_samples
 from bubblespec.rollout.sampler import Sampler
@@ -165,6 +166,7 @@ class Trainer:
 
         Raises RunFailed after too many steps without an update."""
         self.ranks.activity = f"training of step {record.step + 1}"
+        note(f"step {record.step + 1}: training")
         if "." in self.config.loss.advantage_estimator:  # a user's own may differ between ranks
             advantages = self.ranks.all_gather(advantages)[0]
         record.advantages = advantages

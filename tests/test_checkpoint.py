@@ -33,6 +33,7 @@ from bubblespec.checkpoint import (
     save_checkpoint,
 )
 from bubblespec.config import Config, DataConfig, ModelConfig, RunConfig, flatten, resume_classes
+from bubblespec.config.file import load_config
 from bubblespec.config.keys import EXACT, ROUNDING
 from bubblespec.distributed.ranks import Ranks
 from bubblespec.errors import InputError
@@ -303,6 +304,19 @@ def test_empty_configuration_beside_checkpoints_resumes(saver, content):
     assert find_checkpoint(saver.config, ALONE) == checkpoint(saver.folder, 1)
     saver.config.run.seed += 1
     assert refusal(find_checkpoint, saver.config, ALONE).startswith("run.seed: 1 here, but 0 in ")
+
+
+def test_folder_without_checkpoint_takes_another_config(saver):
+    """A run that has ended before its first save has nothing that a correction could spoil."""
+    lock_output_dir(saver.config).close()
+    saver.config.run.seed, saver.config.optim.learning_rate = 1, 0.5
+    assert find_checkpoint(saver.config, ALONE) is None
+    lock_output_dir(saver.config).close()
+    kept = load_config(os.path.join(saver.folder, CONFIG_FILE))
+    assert (kept.run.seed, kept.optim.learning_rate) == (1, 0.5)
+    saver(1)
+    saver.config.run.seed = 2
+    assert refusal(find_checkpoint, saver.config, ALONE).startswith("run.seed: 2 here, but 1 in ")
 
 
 SCALED = {"rope_type": "linear", "factor": 2.0, "rope_theta": 7e4}

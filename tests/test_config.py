@@ -275,6 +275,16 @@ def test_answers_name_existing_keys_and_values(load):
                 load(MINIMAL, f"{key}={answer}", "eval.num_prompts=1")
 
 
+@pytest.mark.parametrize(
+    "name", ["vllm_gpu_memory_utilization", "actor_rollout_ref.rollout.gpu_memory_utilization"]
+)
+def test_shares_of_an_engine_alone_are_left_out(load, name):
+    """Ours is the share of a whole run: 0.3 of another trainer would leave few responses room."""
+    answer = refusal(load, MINIMAL, f"{name}=0.3")
+    assert answer.startswith(f"{name}: unknown key; not needed here, because ")
+    assert "the share for weights, optimizer and training as well; leave it out" in answer
+
+
 @pytest.mark.parametrize("longest, wanted", [(512, 256), (2048, 512), (1024, 512), (30, 15)])
 def test_observation_length_auto_leaves_room_for_a_turn(load, longest, wanted):
     """Also with nothing but defaults, the first of them."""

@@ -2,9 +2,11 @@
 is missing is named."""
 
 import contextlib
+import ctypes
 import os
 import signal
 import socket
+import threading
 import time
 from datetime import timedelta
 from types import SimpleNamespace
@@ -61,6 +63,38 @@ def test_signals_only_request_stop(usual_signals, monkeypatch):
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
     assert signal.getsignal(signal.SIGTERM) is before
+
+
+@pytest.mark.parametrize(
+    "activity, when", [("training of step 3", "after this update"), ("rollout of step 3", "now")]
+)
+def test_stop_is_answered_while_main_thread_is_in_c(usual_signals, capfd, activity, when):
+    """A read in C in place of a long forward: no handler of Python runs before its end."""
+    ranks, (reader, writer) = Ranks(torch.device("cpu")), os.pipe()
+    ranks.activity, said, requested, is_blocked = activity, [], [], threading.Event()
+
+    def stop():
+        is_blocked.wait()
+        os.kill(os.getpid(), signal.SIGTERM)
+        wait_until(lambda: said.append(capfd.readouterr().err) or "\n" in "".join(said))
+        requested.append(ranks.must_stop)
+        os.write(writer, b"x")
+
+    with signals_stop(ranks):
+        thread = threading.Thread(target=stop)
+        thread.start()
+        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])  # another thread gets it
+        is_blocked.set()
+        try:
+            ctypes.CDLL(None).read(reader, ctypes.create_string_buffer(1), 1)
+        finally:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
+        thread.join()
+        assert ranks.must_stop and requested == [False]
+        signal.raise_signal(signal.SIGHUP)  # nothing new
+    line = f"SIGTERM: stopping {when}, then saving; a second Ctrl-C ends the run unsaved\n"
+    assert "".join([*said, capfd.readouterr().err]) == line
+    assert signal.set_wakeup_fd(-1) == -1
 
 
 @pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGUSR2])

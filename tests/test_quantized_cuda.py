@@ -51,7 +51,8 @@ def test_timing_decides_before_a_copy_is_built(monkeypatch, capfd, model, speedu
     run = Run(config, ranks, model)
     mechanism.prepare(run)
     needs, product = mechanism.add_needs(estimate(config, model, 1), run), run.own["quantized"]
-    line = "no quantised copy drafts: a product in int4 is 1.34 times as fast as the policy's"
+    line = "no quantised copy drafts: a product in int4 is 1.34 times as fast as the policy's, and "
+    line += "pays from 1.35 on"
     assert (line in capfd.readouterr().err) == (speedup == 1.34)
     assert (product is None) == (not needs.others) == (speedup == 1.34)
 

@@ -7,13 +7,21 @@ import sys
 import pyarrow.parquet
 import pytest
 
+import train
 from bubblespec.rewards import math_equivalence
 from bubblespec.rewards.code import passes_tests
 from bubblespec.rewards.scorer import check_references
 from bubblespec.types import Prompt
 from tests.helpers.checks import refusal as refused
 from tests.helpers.runs import read
-from tests.test_bad_input import GOOD, data, refusal, run, surroundings  # noqa: F401 (fixtures)
+from tests.test_bad_input import (  # noqa: F401 (fixtures)
+    GOOD,
+    data,
+    options,
+    refusal,
+    run,
+    surroundings,
+)
 
 HERE = "tests.helpers.rewards"
 WORKERS = pytest.mark.parametrize("num_workers", [0, 1])
@@ -41,6 +49,21 @@ def test_coroutines_run_and_failures_of_the_trial_warn(monkeypatch, tmp_path, nu
     assert "picky: raised ZeroDivisionError" in warning and "in a trial on the response" in warning
     (line,) = read(tmp_path / "out")
     assert line["reward/errors"] == 0 and {"rewards/judge/mean", "rewards/picky/mean"} <= set(line)
+
+
+@WORKERS
+def test_prints_of_the_trial_alone_are_marked(monkeypatch, tmp_path, capfd, num_workers):
+    """Each line once, after a line that says what the trial is; those of the step are not."""
+    given = [f"reward.functions=[{HERE}.talks]", f"reward.num_workers={num_workers}"]
+    monkeypatch.setattr(sys, "argv", ["train.py", *options(tmp_path / "out", *given)])
+    assert train.main() == 0
+    lines = "\n".join(capfd.readouterr()).splitlines()
+    (trial,) = [line for line in lines if line.startswith("trying reward functions on ")]
+    assert "the response '0' to the first prompt" in trial and "'reward trial: '" in trial
+    printed = ["scoring 2 responses", "", "at once", "to the other file"]
+    marked = [line for line in lines if line.startswith("reward trial: ")]
+    assert sorted(marked) == sorted(f"reward trial: {line}" for line in printed)
+    assert lines.count("scoring 2 responses") == 2, "two groups of one step"
 
 
 @WORKERS

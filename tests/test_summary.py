@@ -90,20 +90,44 @@ def test_output_shows_progress_and_how_to_extend(num_updates, scheduler, ending)
         (-0.4, 0.3, ""),
     ],
 )
-def test_step_shows_what_drafts_do_once_that_is_clear(effect, error, text):
+def test_effect_of_drafts_is_told_once_it_is_clear(effect, error, text):
+    """Tokens are those of all steps, the effect that of the last one."""
     metrics = METRICS | DRAFTS | {"chooser/drafts": effect, "chooser/drafts_error": error}
-    shown = summary.step_text(metrics, history_of(metrics), 20)
-    assert shown.startswith("reward 0.250, length 38.1, clipped 12%; 4.00 s: generate 3.00, ")
-    assert "train 0.75, rest 0.25; " in shown and shown.endswith("; 0:01:20 left")
-    assert f"; 3,000 of 4,000 draft tokens accepted (75%){text}; " in shown
-    del metrics["chooser/drafts"]
-    assert "(75%); " in summary.step_text(metrics, history_of(metrics), 20)
+    steps = [METRICS, METRICS | DRAFTS, metrics]
+    assert summary.drafts_text(steps) == f"6,000 of 8,000 draft tokens accepted (75%){text}"
+    assert summary.drafts_text([*steps, METRICS]).endswith("(75%)")
+    assert summary.drafts_text([METRICS]) == ""
+
+
+def test_step_line_has_times_and_what_is_left():
+    """All that fits; the times of a step's parts are the first to be left out."""
+    history = history_of(METRICS)
+    beginning = "40/60 steps: reward 0.250, length 38.1, clipped 12%; 4.00 s"
+    times = ": generate 3.00, train 0.75"
+    assert summary.step_text(40, 60, METRICS, history) == f"{beginning}{times}; 0:01:20 left"
+    assert summary.step_text(60, 60, METRICS, history).endswith("s" + times)
+    waiting = METRICS | {"tail/is_long_round": 0, "tail/num_deferred": 5}
+    shown = summary.step_text(40, 60, waiting, history)
+    assert shown == f"{beginning}; short round, 5 prompts wait; 0:01:20 left"
+
+
+@pytest.mark.parametrize("factor", [1, 1000, 10_000])
+@pytest.mark.parametrize("more", [{}, {"tail/is_long_round": 0, "tail/num_deferred": 512}])
+def test_step_line_has_at_most_110_characters(factor, more):
+    large = {key: value * factor for key, value in METRICS.items() if key.startswith("timing")}
+    large |= {"reward": -99.999, "divergence": 12.5, "completions/mean_length": 65432.1, **more}
+    metrics = METRICS | large
+    for step in (1, 99_999, 100_000):
+        line = summary.step_text(step, 100_000, metrics, history_of(metrics))
+        assert len(line) <= 110 and line.startswith(f"{step}/100000 steps: reward -99.999, ")
+        assert ", clipped 12%; " in line
 
 
 @pytest.mark.parametrize("is_long, text", [(0, "short round, 5 prompts wait"), (1, "long round")])
 def test_step_shows_round_of_tail_batching(is_long, text):
     metrics = METRICS | {"tail/is_long_round": is_long, "tail/num_deferred": 5}
-    assert summary.step_text(metrics, history_of(metrics), 0).split("; ")[-1].startswith(text)
+    line = summary.step_text(9, 9, metrics, history_of(metrics))
+    assert line.split("; ")[-1].startswith(text)
 
 
 def evaluation(reward: float) -> dict:

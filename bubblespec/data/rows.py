@@ -103,8 +103,15 @@ def load_rows(
     for name, values in zip(columns or {}, added, strict=True):
         rows = [row | {name: value} for row, value in zip(rows, values, strict=True)]
     if "prompt" not in rows[0]:
-        raise InputError(f"{key}: {path} has no prompt column; it has {list(rows[0])}")
+        has = f"{path} has no prompt column; it has {', '.join(rows[0])}"
+        raise InputError(f'{key}: {has}; set "data.columns={{prompt: {_likely_prompt(rows[0])}}}"')
     return rows
+
+
+def _likely_prompt(row: dict) -> str:
+    """Return the column that is most likely the prompt: by its name, else the first with text."""
+    texts = [name for name, value in row.items() if isinstance(value, str | list)]
+    return next(filter(row.__contains__, PROMPTS), [*texts, "COLUMN"][0])
 
 
 def _take(files: dict[str, list[str]], read: Callable[[str], Iterator[dict]], split: str) -> list:
@@ -244,6 +251,8 @@ SPLITS = {
 _OF_RUN = re.compile(
     r"config\.yaml|(metrics|samples)\.jsonl|checkpoint-.+|rollouts|trace|timeline|profile|tensorboard"
 )
+# Names of the prompt in public data.
+PROMPTS = ("question", "problem", "instruction", "query", "messages", "input", "text")
 POINTER = "version https://git-lfs.github.com/"  # how a file begins whose content is elsewhere
 IS_POINTER = "is a pointer of git-lfs, not the file: run `git lfs pull`"
 _SHARD = re.compile(r"data/([^/]+)-\d{5}-of-\d{5}[^/]*")  # whose name is that of its split

@@ -80,6 +80,8 @@ def guard_forks() -> dict[int, Any]:
             die_with_parent()
             if os.getppid() != owner:  # it had died before the request
                 os._exit(0)
+        if handlers:
+            signal.set_wakeup_fd(-1)  # what answers signals to the parent
         for number, handler in handlers.items():
             signal.signal(number, handler)
         handlers.clear()  # forks of this child get what it has set itself

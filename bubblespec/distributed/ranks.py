@@ -362,8 +362,43 @@ def signals_stop(ranks: Ranks) -> Iterator[None]:
     try:
         for number in handlers:
             signal.signal(number, note)
-        yield
+        with answers_at_once(ranks, set(handlers)):
+            yield
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)
         in_forks.clear()
+
+
+@contextlib.contextmanager
+def answers_at_once(ranks: Ranks, numbers: set[int]) -> Iterator[None]:
+    """Context in which rank 0 says at once what becomes of the first of these signals.
+
+    A thread does so: the main one may be in a forward or backward pass for seconds."""
+    if not ranks.is_main:
+        yield
+        return
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+
+    def answer() -> None:
+        with open(reader, "rb", buffering=0) as file:
+            while (number := file.read(1)) and number[0] not in numbers:
+                pass
+            if number:
+                is_updating = ranks.activity.startswith("training")
+                when = "after this update" if is_updating else "now"
+                name, more = signal.Signals(number[0]).name, "a second Ctrl-C ends the run unsaved"
+                log(f"{name}: stopping {when}, then saving; {more}")
+            while file.read(64):
+                pass
+
+    before = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    thread = threading.Thread(target=answer, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        signal.set_wakeup_fd(before)
+        os.close(writer)
+        thread.join(1.0)  # a fork of the user's code may keep the pipe open

@@ -15,18 +15,21 @@ A worker's job is one call: a function and one sample, or a group of them. Jobs 
 in which they come, each in the next worker that is free. A worker that takes too long or dies costs
 its current job alone (distributed/worker.py)."""
 
+import contextlib
 import copy
 import inspect
+import io
 import math
 import pickle
 import queue
+import sys
 import time
 import traceback
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
 from types import MappingProxyType, SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TextIO
 
 from bubblespec.config.imports import call, import_function
 from bubblespec.distributed.worker import Worker, WorkerFailure, WorkerTimeout, close_workers
@@ -36,6 +39,7 @@ RewardFunction = Callable[..., list[float | None]]
 
 ARGUMENTS = ("prompts", "completions", "completion_ids")
 OF_TRL = ("trainer_state", "log_extra", "log_metric")
+MARK = "reward trial: "  # before each line that a function prints in the trial at the start
 
 
 class Sample(NamedTuple):
@@ -52,6 +56,8 @@ class Sample(NamedTuple):
     """Environment of the episode, pickled; None unless a function takes environments."""
     progress: tuple[int, int] = (0, 0)
     """Finished steps, and run.max_steps."""
+    is_trial: bool = False
+    """Whether the response is made up, to try the function at the start of a run."""
 
 
 class RewardFailure(NamedTuple):
@@ -211,10 +217,35 @@ def answers_of(function: RewardFunction, samples: list[Sample], clock) -> list[A
     """Return the answers from one call, timed by the clock."""
     begin_s = clock.monotonic()
     logs: list[tuple[dict, list]] = [({}, []) for _ in samples]
-    rewards = score(function, samples, logs)
+    with marked_prints() if samples[0].is_trial else contextlib.nullcontext():
+        rewards = score(function, samples, logs)
     end_s = clock.monotonic()
     each_s, pairs = (end_s - begin_s) / len(samples), zip(rewards, logs, strict=True)
     return [Answer(reward, each_s, end_s, *log) for reward, log in pairs]
+
+
+class _Marked(io.TextIOBase):
+    """A text file that gets MARK at the beginning of each line."""
+
+    def __init__(self, file: TextIO):
+        self._file, self._is_in_line = file, False
+
+    def write(self, text: str) -> int:
+        for line in text.splitlines(keepends=True):
+            self._file.write(line if self._is_in_line else MARK + line)
+            self._is_in_line = not line.endswith("\n")
+        return len(text)
+
+    def flush(self) -> None:
+        self._file.flush()
+
+
+@contextlib.contextmanager
+def marked_prints() -> Iterator[None]:
+    """Context in which what Python code prints is marked as of the trial."""
+    out, err = _Marked(sys.stdout), _Marked(sys.stderr)
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        yield
 
 
 def _arguments_of_trl(progress: tuple[int, int], logs: list[tuple[dict, list]]) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from bubblespec.distributed.ranks import Ranks
 from bubblespec.errors import InputError, RewardsFailed, first_problem, log
 from bubblespec.rewards.functions import (
     ARGUMENTS,
+    MARK,
     Answer,
     InProcess,
     OwnPool,
@@ -382,16 +383,15 @@ def check_weights(config: Config, has_environment: bool) -> list[float]:
 def check_prompts(
     config: Config,
     functions: Rewards,
-    train_prompts: PromptSet,
-    eval_prompts: list[Prompt],
+    sources: dict[str, list[Prompt]],
     ranks: Ranks,
     eval_functions: Rewards,
     *,
     answers_turns: bool,
     has_reward: bool,
 ) -> None:
-    """Raise InputError where functions lack columns or there are too few prompts."""
-    sources = {"the data": train_prompts.prompts, "the held-out data": eval_prompts}
+    """Raise InputError where functions lack columns. sources: prompts, the held-out ones last."""
+    held_out = list(sources)[-1]
     for source, prompts in sources.items():
         if not prompts:
             continue
@@ -399,12 +399,16 @@ def check_prompts(
         check_columns(columns, config.data.columns.values(), source)
         for path, function in functions.items():
             check_arguments(path, function, columns, source, answers_turns)
-        if prompts is eval_prompts:
+        if source == held_out:
             given = columns, source, answers_turns, "eval.functions"
             for path, function in eval_functions.items():
                 check_arguments(path, function, *given)
         if not has_reward:  # of environments, which may score any row
             ranks.run_on_rank0(partial(check_references, functions, prompts, source))
+
+
+def check_count(config: Config, train_prompts: PromptSet, ranks: Ranks) -> None:
+    """Raise InputError where there are too few prompts for a step, or for its ranks."""
     num_prompts = config.rollout.num_prompts_per_step
     train_prompts.batch(config.run.seed, 0, num_prompts)  # raises where there are too few
     if num_prompts < ranks.world_size:
@@ -420,11 +424,15 @@ def begin_trial(
 ) -> dict[str, Future]:
     """Submit a call of each function on responses to a prompt, but for those of environments."""
     ids = scorer.tokenizer(RESPONSE, add_special_tokens=False)["input_ids"]
-    sample, trial = Sample(prompt.text, RESPONSE, ids, prompt.columns, progress=scorer.progress), {}
-    for path, function in functions.items():
-        if not takes_environments(function):
-            size = num_generations if sees_groups(function) else 2  # to see that each has its value
-            trial[path] = scorer.submit[path]([sample] * size)
+    more = {"progress": scorer.progress, "is_trial": True}
+    sample, trial = Sample(prompt.text, RESPONSE, ids, prompt.columns, **more), {}
+    tried = {path: of for path, of in functions.items() if not takes_environments(of)}
+    if tried:
+        what = f"reward functions on the response {RESPONSE!r} to the first prompt"
+        log(f"trying {what}; what they print begins with {MARK!r} ...")
+    for path, function in tried.items():
+        size = num_generations if sees_groups(function) else 2  # to see that each has its value
+        trial[path] = scorer.submit[path]([sample] * size)
     return trial
 
 

@@ -56,11 +56,8 @@ class Evaluator:
         sampler, settings = self.sampler, self.sampler.config.eval
         ranks = sampler.ranks
         began_s = ranks.clock.perf_counter()
-        own = {name: getattr(settings, name) for name in ("temperature", "top_p", "top_k")}
-        own = {name: value for name, value in own.items() if value is not None}
-        params = replace(sampler.params, **own)
         groups = [Group(prompt, EVALUATION) for prompt in prompts]
-        samples, rollout = self.generate(groups, settings.num_generations, params, version)
+        samples, rollout = self.generate(groups, settings.num_generations, self.params, version)
         seconds = ranks.clock.perf_counter() - began_s
         names = sampler.scorer.names
         scores, others = np.split(samples.rewards, [len(names)], axis=1)
@@ -91,6 +88,14 @@ class Evaluator:
         has_drafts = self.proposer is not None
         metrics |= evaluation_metrics(samples, rollout, seconds, has_drafts=has_drafts)
         return Evaluation(samples, rewards, over_ranks(metrics, ranks.gather_text))
+
+    @property
+    def params(self) -> SamplingParams:
+        """Return the distribution of evaluations: training's, but for what `eval` sets."""
+        settings = self.sampler.config.eval
+        own = {name: getattr(settings, name) for name in ("temperature", "top_p", "top_k")}
+        own = {name: value for name, value in own.items() if value is not None}
+        return replace(self.sampler.params, **own)
 
     def generate(
         self, groups: list[Group], num_generations: int, params: SamplingParams, version: int

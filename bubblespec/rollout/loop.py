@@ -72,6 +72,15 @@ class RolloutLoop:
         self.record.ended_s = self.clock.perf_counter()
         return self.record
 
+    def progress(self) -> str:
+        """Return how far the rollout is, on all ranks where ticks tell this one."""
+        done, total, of = len(self.plan.rows) - len(self.unfinished), len(self.plan.rows), ""
+        if self.board is not None:
+            done, total = int(self.table.is_finished.sum()), len(self.table.is_finished)
+        elif self.ranks.world_size > 1:
+            of = f" of rank {self.ranks.rank}"
+        return f"{self.plan.name}: generating, {done} of {total} responses{of} are complete"
+
     def _is_over(self) -> bool:
         """Act on ticks that have completed; return whether the rollout ends here."""
         if (board := self.board) is None:

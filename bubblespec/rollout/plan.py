@@ -164,6 +164,11 @@ class RolloutPlan:
         return self.table.launch
 
     @property
+    def name(self) -> str:
+        """Name of the rollout in lines on the screen."""
+        return "evaluation" if self.step is None else f"step {self.step + 1}"
+
+    @property
     def idle_uses(self) -> list:
         """All uses of idle time."""
         return [self.idle_drafts, *self.works] if self.idle_drafts is not None else self.works

@@ -31,6 +31,7 @@ from bubblespec.planner.place import (
     up_to_cutoff,
 )
 from bubblespec.planner.stats import RunStats, load_parts, state_of
+from bubblespec.progress import note
 from bubblespec.records import (
     RolloutRecord,
     Samples,
@@ -218,10 +219,13 @@ class Sampler:
                 plan.proposer = None
         for row in plan.rows.values() if plan.proposer is not None else ():
             plan.proposer.track(row, plan.version)
-        record = RolloutLoop(self.engine, ranks, self.board, plan).run()
+        loop = RolloutLoop(self.engine, ranks, self.board, plan)
+        note(loop.progress)
+        record = loop.run()
         generated_s = clock.perf_counter()
         ranks.barrier_or_stop()  # waiting for the slowest rank
         met_s = clock.perf_counter()
+        note(f"{plan.name}: scoring")
         samples = None if plan.scoring is None else self.gather(plan)
         spans = [] if plan.step is None else [self._conclude(plan, record)]
         stages = [

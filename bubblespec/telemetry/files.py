@@ -20,7 +20,7 @@ from bubblespec.config import Config, flatten
 from bubblespec.config.imports import call, without_input
 from bubblespec.errors import InputError, escape, is_interrupt, log, one_line
 from bubblespec.folders import keep_aside
-from bubblespec.metrics import CHARTS, OWN_GROUPS
+from bubblespec.metrics import OWN_GROUPS, WATCHED
 from bubblespec.records import Samples, StepRecord
 from bubblespec.types import completion_mask
 
@@ -62,8 +62,7 @@ class JsonLines:
 
     def write(self, record: dict[str, Any]) -> bool:
         """Append a line after the waiting ones. Return whether all of them are in the file."""
-        line = json.dumps(_plain(record), allow_nan=False, default=str) + "\n"
-        self._waiting.append(line)
+        self._waiting.append(json_line(record))
         return self._flush()
 
     def close(self) -> None:
@@ -87,6 +86,11 @@ class JsonLines:
         self._size = self._file.tell()
         self._waiting = []
         return True
+
+
+def json_line(record: dict[str, Any]) -> str:
+    """Write a record as a line of JSON; what JSON lacks is null or text."""
+    return json.dumps(_plain(record), allow_nan=False, default=str) + "\n"
 
 
 def _plain(value: Any) -> Any:
@@ -157,18 +161,26 @@ def describe(
     record: StepRecord, index: int, names: list[str], tokenizer: PreTrainedTokenizerBase
 ) -> dict:
     """Return a sample as a line of samples.jsonl. names: of the reward functions."""
-    samples, prompt = record.samples, record.samples.prompt_of(index)
+    samples = record.samples
+    described = describe_sample(samples, index, names, tokenizer)
+    described["columns"] |= record.logged.get(samples.ids[index], {})
+    numbers = {"reward": record.rewards.ravel()[index], "advantage": record.advantages[index]}
+    return {"step": record.step + 1, **described, **numbers}
+
+
+def describe_sample(
+    samples: Samples, index: int, names: list[str], tokenizer: PreTrainedTokenizerBase
+) -> dict:
+    """Return what is known of one of these samples. names: of the reward functions."""
+    prompt = samples.prompt_of(index)
     return {
-        "step": record.step + 1,
         **dict(zip(ID_KEYS, samples.ids[index], strict=True)),
         "prompt": prompt.text,
         "completion": completion_of(samples, index, tokenizer),
         "num_tokens": len(samples.tokens[index]),
         "is_truncated": bool(samples.is_truncated[index]),
-        "reward": float(record.rewards.ravel()[index]),
         "rewards": dict(zip(names, samples.rewards[index].tolist(), strict=True)),
-        "advantage": float(record.advantages[index]),
-        "columns": prompt.columns | record.logged.get(samples.ids[index], {}),
+        "columns": dict(prompt.columns),
     }
 
 
@@ -249,11 +261,15 @@ def begin_logging(module: Any, config: Config) -> Callable[[dict[str, Any]], Non
     return lambda metrics: run.log(metrics, step=metrics["step"])
 
 
-def tag_of(key: str) -> str:
-    """Return the curve of a metric: without a group in `train`, as in TRL; our own in one group."""
-    if "/" not in key:
-        return f"train/{key}"
-    return f"{OWN_GROUP}/{key}" if key.startswith(OWN_GROUPS) or "/rank_" in key else key
+def tags_of(key: str) -> list[str]:
+    """Return the curves of a metric: without a group in `train`, as in TRL; our own in one group.
+
+    A metric to watch first is also in a group of these, which TensorBoard opens; others are folded.
+    """
+    tag = key if "/" in key else f"train/{key}"
+    if key.startswith(OWN_GROUPS) or "/rank_" in key:
+        tag = f"{OWN_GROUP}/{key}"
+    return [tag, f"{WATCHED[key]}/{key}"] if key in WATCHED else [tag]
 
 
 class TensorBoard:
@@ -273,7 +289,8 @@ class TensorBoard:
                 self._writer = self._open()
             for key, value in metrics.items():
                 if isinstance(value, int | float | np.generic):
-                    self._writer.add_scalar(tag_of(key), value, step)
+                    for tag in tags_of(key):
+                        self._writer.add_scalar(tag, value, step)
             self._writer.flush()
         except OSError as error:
             if not self._has_failed:
@@ -290,8 +307,6 @@ class TensorBoard:
 
         writer = SummaryWriter(self._folder, purge_step=self._purge_step)
         self._purge_step = None
-        charts = {title: ["Multiline", [f"^{tag_of(of)}$"]] for title, of in CHARTS.items()}
-        writer.add_custom_scalars({"Watch first": charts})
         return writer
 
 

@@ -17,6 +17,7 @@ from bubblespec.distributed.ranks import Ranks
 from bubblespec.errors import log
 from bubblespec.learn.learner import Learner
 from bubblespec.metrics import over_ranks
+from bubblespec.progress import note
 from bubblespec.records import Samples, StepRecord
 from bubblespec.telemetry import report, summary
 from bubblespec.telemetry.files import (
@@ -30,12 +31,13 @@ from bubblespec.telemetry.files import (
 from bubblespec.telemetry.timeline import gather_lanes, save_timeline
 from bubblespec.telemetry.trace import Recorder
 
-SAMPLE_STEPS = 10  # from one set of sample responses to the next
+SAMPLE_STEPS = 10  # from one set of sample responses, or line about drafts, to the next
 
 
 @contextlib.contextmanager
 def show_phase(ranks: Ranks, name: str) -> Iterator[None]:
     """Show what a run does in this context, as it begins."""
+    note(name)
     if ranks.is_main:
         log(f"{name} ...")
     yield
@@ -144,7 +146,11 @@ class RunReporter:
         """step: from 1."""
         last = self.config.run.max_steps
         self.history.add(metrics)
-        log(f"{step}/{last} steps: {summary.step_text(metrics, self.history, last - step)}")
+        log(summary.step_text(step, last, metrics, self.history))
+        if step % SAMPLE_STEPS == 0 and step < last:
+            latest = self.history.steps[-SAMPLE_STEPS:]
+            if text := summary.drafts_text(latest):
+                log(f"drafts of the last {len(latest)} steps: {text}")
         for name, hint in summary.find_hints(self.config, self.history).items():
             if name not in self.hinted:
                 log(f"hint: after step {step}: {hint}")

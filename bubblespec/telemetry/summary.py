@@ -22,6 +22,7 @@ EFFECT, EFFECT_ERROR = "chooser/drafts", "chooser/drafts_error"
 IS_LONG, DEFERRED = "tail/is_long_round", "tail/num_deferred"
 KEPT = {*TRAIN, ACCEPTED, WASTED, EFFECT, EFFECT_ERROR}
 WIDTH = 100  # characters of a prompt or response
+LINE = 110  # characters of a step's line, at most
 REFERENCES = ("answer", "solution", "ground_truth", "reference")  # columns, as the field names them
 NUM_TIMED = 10  # latest steps, whose mean tells how long the others will take
 EQUAL_STEPS = 3  # in a row without a difference in any group's rewards: a hint
@@ -76,30 +77,34 @@ def output_text(config: Config, num_updates: int, checkpoint: str | None) -> str
     return f"output: {run.output_dir}, {text}\ncurves: tensorboard --logdir {curves}"
 
 
-def step_text(metrics: dict[str, Any], history: History, num_left: int) -> str:
-    """history: with this step; num_left: steps after it."""
+def step_text(step: int, last: int, metrics: dict[str, Any], history: History) -> str:
+    """Return the line of a step (from 1), without what would make it longer than LINE.
+
+    history: with this step."""
     generate_s, train_s = (sum(metrics[key] for key in keys) for keys in (GENERATE, TRAIN))
-    step_s = metrics["timing_s/step"]
-    rest_s = max(step_s - generate_s - train_s, 0.0)  # rewards, and gathering of samples
     named = [f"{key} {metrics[key]:.3f}" for key in ("reward", "divergence") if key in metrics]
-    times = f"generate {generate_s:.2f}, train {train_s:.2f}, rest {rest_s:.2f}"
-    parts = [", ".join([*named, length_text(metrics)]), f"{step_s:.2f} s: {times}"]
-    accepted = metrics.get(ACCEPTED, 0)
-    if drafted := accepted + metrics.get(WASTED, 0):
-        parts.append(drafts_text(accepted, drafted, metrics))
+    scores = ", ".join([*named, length_text(metrics)])
+    begin = f"{step}/{last} steps: {scores}; {metrics['timing_s/step']:.2f} s"
+    parts = [f": generate {generate_s:.2f}, train {train_s:.2f}"]
     if DEFERRED in metrics:
-        short = f"short round, {metrics[DEFERRED]} prompts wait for a long one"
-        parts.append("long round" if metrics[IS_LONG] else short)
-    if num_left:
+        short = f"; short round, {metrics[DEFERRED]} prompts wait"
+        parts.append("; long round" if metrics[IS_LONG] else short)
+    if step < last:
         mean_s = statistics.fmean(m["timing_s/step"] for m in history.steps[-NUM_TIMED:])
-        parts.append(f"{duration(num_left * mean_s)} left")
-    return "; ".join(parts)
+        parts.append(f"; {duration((last - step) * mean_s)} left")
+    while parts and len(begin + "".join(parts)) > LINE:
+        del parts[0]
+    return begin + "".join(parts)
 
 
-def drafts_text(accepted: int, drafted: int, latest: dict[str, Any]) -> str:
+def drafts_text(steps: list[dict[str, Any]]) -> str:
     """Return how many draft tokens were accepted, and what drafts do to a rollout's seconds.
 
-    latest: metrics of a step, of whose effect nothing is said while it is not clear."""
+    Nothing of steps without drafts, and nothing of an effect that is not clear by the last one."""
+    accepted, wasted = (sum(of.get(key, 0) for of in steps) for key in (ACCEPTED, WASTED))
+    if not (drafted := accepted + wasted):
+        return ""
+    latest = steps[-1]
     text = f"{accepted:,} of {drafted:,} draft tokens accepted ({accepted / drafted:.0%})"
     effect = math.expm1(latest.get(EFFECT, 0.0))
     if abs(latest.get(EFFECT, 0.0)) > 2 * latest.get(EFFECT_ERROR, math.inf):
@@ -179,8 +184,7 @@ def end_text(
         parts["evaluations, saves and all else"] = max(seconds - sum(parts.values()), 0.0)
         text = ", ".join(f"{name} {duration(part_s)}" for name, part_s in parts.items())
         lines.append(f"time: {duration(seconds)}: {text}")
-        if drafted := history.total(ACCEPTED, WASTED):
-            text = drafts_text(history.total(ACCEPTED), drafted, history.steps[-1])
+        if text := drafts_text(steps):
             lines.append(f"drafts: {text}")
     if checkpoint is not None:
         lines.append(f"checkpoint: {checkpoint} (a folder that from_pretrained loads)")

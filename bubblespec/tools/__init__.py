@@ -1,6 +1,7 @@
 """The commands of `python -m bubblespec`, and their command line, which train.py shares."""
 
 import argparse
+import os
 import re
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -14,6 +15,7 @@ class Command(NamedTuple):
     module: str  # module with its `main`, imported when the command runs, as imports take seconds
     purpose: str
     example: str  # arguments that work in a clone of the repository
+    has_ranks: bool = False  # whether it runs on several, by --nproc-per-node
 
 
 COMMANDS = {
@@ -22,10 +24,23 @@ COMMANDS = {
         "train on several ranks, as torchrun does with train.py",
         "--nproc-per-node 2 --config configs/tiny_cpu.yaml run.max_steps=2",
     ),
+    "evaluate": Command(
+        "bubblespec.tools.evaluate",
+        "evaluate a checkpoint or a model on held-out prompts",
+        "configs/tiny_policy --config configs/tiny_cpu.yaml eval.num_prompts=16",
+        has_ranks=True,
+    ),
+    "generate": Command(
+        "bubblespec.tools.generate",
+        "generate responses of a checkpoint or a model to your own prompts",
+        'configs/tiny_policy "State the final answer to the following arithmetic problem: 1 + 2 ="',
+        has_ranks=True,
+    ),
     "doctor": Command(
         "bubblespec.tools.doctor",
         "check whether this machine can run a configuration",
         "--config configs/tiny_cpu.yaml",
+        has_ranks=True,
     ),
     "memory": Command(
         "bubblespec.tools.memory",
@@ -58,21 +73,41 @@ def make_parser(name: str, **options) -> argparse.ArgumentParser:
     purpose, example = COMMANDS[name].purpose, f"example: {_example_of(name)}"
     prog = f"python -m bubblespec {name}"
     as_written = argparse.RawDescriptionHelpFormatter  # on one line, to be copied
-    return argparse.ArgumentParser(
+    parser = argparse.ArgumentParser(
         prog, description=purpose, epilog=example, formatter_class=as_written, **options
     )
+    if COMMANDS[name].has_ranks:
+        names, what = ("--nproc-per-node", "--nproc_per_node"), "ranks of this machine"
+        parser.add_argument(*names, type=int, default=1, metavar="N", help=what)
+    return parser
 
 
 def _example_of(name: str) -> str:
     return f"python -m bubblespec {name} {COMMANDS[name].example}"
 
 
-def parse(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> argparse.Namespace:
+def parse(
+    parser: argparse.ArgumentParser, arguments: Sequence[str], needs_config: bool = True
+) -> argparse.Namespace:
     """Add --config and the overrides to a parser, and parse. Raises InputError."""
-    parser.add_argument("--config", required=True, metavar="FILE", help="YAML file, see configs/")
+    what = "YAML file, see configs/"
+    parser.add_argument("--config", required=needs_config, metavar="FILE", help=what)
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="a key's value")
     refuse_dashes(arguments)
     return parser.parse_intermixed_args(arguments)
+
+
+def num_ranks(name: str, arguments: Sequence[str]) -> int:
+    """Return how many ranks a command is to start: 1 for one that has none, or is one itself.
+
+    Raises InputError."""
+    if "RANK" in os.environ or not COMMANDS[name].has_ranks:
+        return 1
+    parser = make_parser(name, add_help=False, allow_abbrev=False)
+    count = parser.parse_known_args(arguments)[0].nproc_per_node
+    if count < 1:
+        raise InputError(f"--nproc-per-node: {count} must be at least 1")
+    return count
 
 
 def refuse_dashes(arguments: Sequence[str]) -> None:

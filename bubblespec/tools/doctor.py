@@ -1,8 +1,6 @@
 """Check whether this machine can run a configuration, on one rank or on all:
 
-python -m bubblespec doctor --config FILE [section.key=value ...]
-
-torchrun --nproc_per_node=8 -m bubblespec doctor --config FILE [section.key=value ...]
+python -m bubblespec doctor --config FILE [--nproc-per-node N] [section.key=value ...]
 
 It builds the run as train.py does, with the same lines about what is slower than it could be. Then
 it makes the beginning of a rollout and an update of it. Texts, a gradient and the rollout must be

@@ -1,4 +1,4 @@
-"""Start train.py on several ranks, as torchrun does, but end with the last line of the run.
+"""Start the ranks of a command, as torchrun does, but end with the last line that they print.
 
 python -m bubblespec train --nproc-per-node 8 --config FILE [section.key=value ...]
 
@@ -17,6 +17,7 @@ from torch.distributed import run
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
+from bubblespec import progress
 from bubblespec.distributed.failures import check_host
 from bubblespec.distributed.processes import STOP_SIGNALS
 from bubblespec.errors import InputError, RankTimeout, log, one_line
@@ -27,7 +28,7 @@ SAVE_S = 300
 
 
 def main(arguments: list[str]) -> None:
-    """Run all ranks to their end. Exit with the code of the first that failed, or by a signal."""
+    """Run train.py on all ranks, see `run_ranks`."""
     parser = make_parser(
         "train",
         usage="%(prog)s [torchrun's options, such as --nproc-per-node 8] --config FILE "
@@ -42,19 +43,35 @@ def main(arguments: list[str]) -> None:
     if not (SCRIPT.exists() and "bubblespec" in SCRIPT.read_text(encoding="utf-8")):
         problem = f"{SCRIPT} does not exist, or is not of this package"
         raise InputError(f"{problem}; install bubblespec with pip install -e")
-    given = [*arguments[:at], str(SCRIPT), *arguments[at:]]
+    options = parse_options([*arguments[:at], str(SCRIPT), *arguments[at:]], parser)
+    if options.training_script != str(SCRIPT):
+        parser.error(f"{options.training_script} must come after --config")
+    run_ranks(options)
+
+
+def run_command(name: str, arguments: list[str], num_ranks: int) -> None:
+    """Run a command of this package on several ranks of this machine; see `run_ranks`."""
+    given = [f"--nproc-per-node={num_ranks}", "--module", "bubblespec", name, *arguments]
+    run_ranks(parse_options(given, make_parser(name)))
+
+
+def parse_options(given: list[str], parser: argparse.ArgumentParser) -> argparse.Namespace:
+    """Parse torchrun's options, a script and its arguments; errors are those of `parser`."""
     launcher = run.get_args_parser()
     signals = ",".join(number.name for number in (*STOP_SIGNALS, signal.SIGQUIT))
     launcher.set_defaults(shutdown_timeout=SAVE_S, signals_to_handle=signals)
     launcher.error = parser.error  # type: ignore[method-assign]  # without torchrun's long usage
-    options = launcher.parse_args(given)
-    if options.training_script != str(SCRIPT):
-        parser.error(f"{options.training_script} must come after --config")
+    return launcher.parse_args(given)
+
+
+def run_ranks(options: argparse.Namespace) -> None:
+    """Run all ranks to their end. Exit with the code of the first that failed, or by a signal."""
     set_addresses(options)
     logging.disable(logging.ERROR)  # in this process, which does nothing but launch
     try:
         if run.determine_local_world_size(options.nproc_per_node) < 1:
             raise ValueError(f"--nproc-per-node {options.nproc_per_node} is less than 1")
+        progress.end()
         run.run(options)
     except ChildFailedError as error:
         # torchrun ends the other ranks by SIGTERM, perhaps in the same second.

@@ -3,6 +3,7 @@
 import asyncio
 import os
 import signal
+import sys
 import time
 
 import numpy as np
@@ -75,6 +76,13 @@ def logs(completions, completion_ids, trainer_state, log_extra, log_metric, **co
     log_extra("kind", [completion_ids for _ in completions])
     log_metric("mean_size", np.mean([len(ids) for ids in completion_ids]))
     return [trainer_state.global_step / trainer_state.max_steps] * len(completions)
+
+
+def talks(completions, **columns) -> list[float]:
+    print("scoring", len(completions), end=" ")
+    print("responses\n\nat once", file=sys.stdout)
+    print("to the other file", file=sys.stderr)
+    return [1.0] * len(completions)
 
 
 def too_few(completions, **columns) -> list[float]:

@@ -125,7 +125,8 @@ def refusal(what: str, speedup: Callable[[], float], config: Config, ranks: Rank
     if slowest >= MIN_SPEEDUP or (config.speculative.planning == "always" and slowest > 0.0):
         return None
     if slowest > 0.0:
-        problem = f"{what} is {slowest:.2f} times as fast as the policy's, too little to pay"
+        problem = f"{what} is {slowest:.2f} times as fast as the policy's, and pays from "
+        problem += f"{MIN_SPEEDUP:.2f} on"
     return problem
 
 
