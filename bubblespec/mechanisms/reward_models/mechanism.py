@@ -244,7 +244,8 @@ def load(run: Run) -> None:
     """Load the run's reward models; in virtual time, take what stands in. Raises InputError."""
     config, ranks = run.config, run.ranks
     if run.virtual is not None:
-        run.rewards |= dict.fromkeys(config.reward_models, run.virtual.get(NAME))
+        for path in config.reward_models:
+            run.rewards[path] = run.virtual[NAME]
         return
     device = torch.device("cpu") if config.reward.model_device == "cpu" else ranks.device
     for path in config.reward_models:

@@ -293,8 +293,10 @@ class _Rank:
         """Assert that a row equals its response, whatever was drafted; begin to score it."""
         assert np.array_equal(row.tokens, self.texts.text(row.id, row.max_new_tokens)), row.id
         self._finished.add(row.id)
+        prompt: Any = row.prompt  # ids, of which the stand-in needs the number alone
+        tokens: Any = row.tokens
         for pool in self.pools:
-            pool.submit([Sample(row.prompt, row.tokens, [], {})])
+            pool.submit([Sample(prompt, tokens, [], {})])
 
     def _collect(self, rows: list[Row]) -> np.ndarray:
         """Return rewards, float64 [rows, 1]."""
