@@ -38,7 +38,7 @@ from notebooks.reports import SIMULATED_KEYS, read_report
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 FOLDER = os.path.join(ROOT, "docs", "images")
-SIMULATED = os.path.join(ROOT, "docs", "results", "simulated_systems.json")
+SIMULATED = os.path.join(ROOT, "docs", "lab", "simulated_systems.json")
 
 COST = "h200:7b"
 LONGEST = 16 * K  # tokens of the responses of the simulated step

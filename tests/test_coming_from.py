@@ -9,16 +9,16 @@ import shlex
 
 import datasets
 import pytest
-from test_readme import blocks, read_document
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from bubblespec.config import flatten
 from bubblespec.config.file import TRL, VERL, load_config, value_of
+from tests.helpers.documents import blocks, files, read_document
 from tests.helpers.runs import read
 from tests.helpers.warm import ROOT, launch
 
 CHAT = "{% for m in messages %}{{ m.content }}\n{% endfor %}"
-FILES = {name: text for _, name, text in blocks(read_document("docs/coming-from.md")) if name}
+FILES = files(read_document("docs/coming-from.md"))
 (VERL_SCRIPT,) = (
     text for kind, _, text in blocks(read_document("docs/coming-from.md")) if kind == "sh"
 )

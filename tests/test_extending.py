@@ -7,6 +7,7 @@ import shutil
 
 import pytest
 
+from tests.helpers.documents import blocks, read_document
 from tests.helpers.runs import ALWAYS_DRAFT, SHORT, steps_of
 from tests.helpers.warm import ROOT, launch
 
@@ -34,11 +35,6 @@ sys.exit(train.main())
 """
 
 
-def blocks() -> list[tuple[str, str, str]]:
-    with open(os.path.join(ROOT, "docs/extending.md"), encoding="utf-8") as file:
-        return re.findall(r"^```(\w+) (\S+)\n(.*?)^```$", file.read(), re.M | re.S)
-
-
 def change(text: str, diff: str) -> str:
     """Apply hunks without line numbers, whose lines must be in the text exactly once."""
     for hunk in diff.split("@@\n"):
@@ -57,7 +53,9 @@ def project(tmp_path_factory):
         ignored = shutil.ignore_patterns("__pycache__")
         shutil.copytree(os.path.join(ROOT, name), folder / name, ignore=ignored)
     shutil.copy(os.path.join(ROOT, "train.py"), folder)
-    for language, path, text in blocks():
+    for language, path, text in blocks(read_document("docs/extending.md")):
+        if not path:
+            continue
         assert (folder / path).exists() == (language != "python")
         if language != "python":
             text = change((folder / path).read_text(encoding="utf-8"), text)

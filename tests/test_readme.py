@@ -1,12 +1,10 @@
 """Examples are run as they stand in the documents: a user's own data, model and reward (README.md),
-the engine alone (docs/architecture.md), and a reward function (docs/it-does-not-learn.md). Links
-lead somewhere."""
+the engine alone (docs/architecture.md), and a reward function (docs/it-does-not-learn.md)."""
 
 import json
 import os
 import re
 import shlex
-from pathlib import Path
 
 import pytest
 import torch
@@ -18,23 +16,12 @@ from bubblespec.engine.engine import Engine
 from bubblespec.engine.model_checks import prepare_model
 from bubblespec.engine.runner import ModelRunner
 from bubblespec.types import Row, SampleId
+from tests.helpers.documents import blocks, read_document
 from tests.helpers.models import GQA
 from tests.helpers.runs import digests, read
 from tests.helpers.warm import ROOT, launch, python
 
-BLOCK = re.compile(r"^```(\w*)(?: (\S+))?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 RUNS = ("runs/my_data", "runs/my_model", "runs/my_reward")
-FOLDERS = ["docs", "docs/results", "benchmarks", "notebooks", "notebooks/data"]
-
-
-def read_document(name: str) -> str:
-    with open(os.path.join(ROOT, name), encoding="utf-8") as file:
-        return file.read()
-
-
-def blocks(text: str) -> list[tuple[str, str, str]]:
-    """(language, file name or "", text) of the fenced blocks of a document, in their order."""
-    return BLOCK.findall(text)
 
 
 def execute(commands: str, folder) -> None:
@@ -139,44 +126,3 @@ def test_reward_example(capsys):
     ((_, _, code),) = blocks(read_document("docs/it-does-not-learn.md"))
     exec(code, {})
     assert capsys.readouterr().out == "[1.0]\n[0.0]\n"
-
-
-def documents() -> list[str]:
-    found = [f"{folder}/{name}" for folder in FOLDERS for name in os.listdir(f"{ROOT}/{folder}")]
-    return sorted({"README.md", *(name for name in found if name.endswith(".md"))})
-
-
-def prose(name: str) -> str:
-    """A document without its fenced blocks."""
-    return BLOCK.sub("", read_document(name))
-
-
-def anchors(text: str) -> set[str]:
-    """Return the anchors of a document's headings, as GitHub makes them."""
-    headings = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
-    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
-
-
-@pytest.mark.parametrize("name", documents())
-def test_links_lead_somewhere(name):
-    for target in re.findall(r"\]\(([^)\s]+)\)", prose(name)):
-        path, _, anchor = target.partition("#")
-        if "://" in path:
-            continue
-        where = os.path.normpath(os.path.join(os.path.dirname(name), path)) if path else name
-        assert os.path.exists(os.path.join(ROOT, where)), target
-        assert not anchor or not where.endswith(".md") or anchor in anchors(prose(where)), target
-
-
-def test_documents_named_in_code_exist():
-    """Error messages, docstrings and configurations name files of docs/."""
-    files = [Path(ROOT, name) for name in ("train.py", "Makefile")]
-    for folder in ("bubblespec", "benchmarks", "configs", "examples", "notebooks", "scripts"):
-        files += [*Path(ROOT, folder).rglob("*.py"), *Path(ROOT, folder).glob("*.yaml")]
-    for file in files:
-        for page in re.findall(r"docs/\w[\w/-]*\.md", file.read_text(encoding="utf-8")):
-            assert os.path.exists(os.path.join(ROOT, page)), f"{file}: {page}"
-
-
-def test_readme_is_short():
-    assert len(read_document("README.md").splitlines()) <= 150
