@@ -2,7 +2,6 @@
 it trains, and its tokens are exact."""
 
 import os
-import re
 import shutil
 
 import pytest
