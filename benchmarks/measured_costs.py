@@ -1,6 +1,6 @@
 """Compare the roofline with measured forwards: python benchmarks/measured_costs.py FILE.csv
 
-The columns are those of sd_toggle's sweeps (docs/lab/simulator.md). Such a sweep times vLLM's layers
+The columns are those of sd_toggle's sweeps (docs/lab/simulator.md). A sweep times vLLM's layers
 on an A100, for rows that all have the same context; columns for anything else may be absent.
 """
 
