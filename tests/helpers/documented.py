@@ -1,4 +1,4 @@
-"""The table of docs/troubleshooting.md on kernels and GPUs, against which tests hold what is printed."""
+"""The table of docs/troubleshooting.md on kernels and GPUs: tests compare printed lines with it."""
 
 import re
 from pathlib import Path
