@@ -282,7 +282,8 @@ def simulated_systems_figure() -> Figure:
     """The systems, simulated, by the length of the longest response."""
     report = read_report(SIMULATED, SIMULATED_KEYS)
     settings = report["settings"]
-    heading = f"{simulated_systems.heading_of(settings)}\n{simulated_systems.drafts_of(settings)}"
+    heading = f"{simulated_systems.heading_of(settings)}; a 7B, up to 16k tokens"
+    heading += f"\n{simulated_systems.drafts_of(settings)}"
     return simulated_systems.draw_systems(report["runs"], heading)
 
 
