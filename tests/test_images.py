@@ -4,7 +4,7 @@ import re
 import sys
 from pathlib import Path
 
-from notebooks import images
+from notebooks import images, run_picture
 from tests.helpers.warm import ROOT
 
 SLOW = "step_eight_ranks"  # a minute of simulation
@@ -25,3 +25,14 @@ def test_pictures_are_drawn_by_name(monkeypatch, tmp_path):
     monkeypatch.setattr(sys, "argv", ["images", *names])
     assert images.main() == 0
     assert all((tmp_path / f"{name}.png").stat().st_size > 10_000 for name in names)
+
+
+def test_run_is_drawn_and_folder_without_run_refused(monkeypatch, tmp_path, capsys):
+    recorded = [f"{ROOT}/notebooks/data/runs/{name}" for name in ("none", "bubble")]
+    picture = tmp_path / "run.png"
+    monkeypatch.setattr(sys, "argv", ["run_picture", *recorded, "--output", str(picture)])
+    assert run_picture.main() == 0
+    assert picture.stat().st_size > 10_000 and str(picture) in capsys.readouterr().out
+    monkeypatch.setattr(sys, "argv", ["run_picture", str(tmp_path)])
+    assert run_picture.main() == 2
+    assert capsys.readouterr().err.startswith("error: ")
