@@ -12,7 +12,7 @@ SLOW = "step_eight_ranks"  # a minute of simulation
 
 def test_documented_pictures_exist():
     stored = {path.stem for path in Path(images.FOLDER).glob("*.png")}
-    of_runs = {"reward_vs_trl", "tiny_run", "tensorboard", "fitted_costs"}
+    of_runs = {"reward_vs_trl", "tiny_run", "fitted_costs"}
     assert set(images.IMAGES) <= stored <= set(images.IMAGES) | of_runs
     pages = [Path(ROOT, "README.md"), *Path(ROOT, "docs").rglob("*.md")]
     shown = set(re.findall(r"images/(\w+)\.png", "".join(page.read_text() for page in pages)))
