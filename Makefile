@@ -15,7 +15,8 @@ FAST := golden layout verify suffix sampling losses advantages data rows schedul
 CONFIG ?= configs/tiny_cpu.yaml
 
 train: .venv/installed
-	$(BIN)/torchrun --nproc_per_node=2 train.py --config $(CONFIG)
+	$(BIN)/python -m bubblespec train --nproc-per-node 2 --config $(CONFIG)
+	$(BIN)/python -m notebooks.run_picture $(CONFIG)
 
 test: .venv/tests lint
 	$(BIN)/python -m pytest -q --durations=10 -n logical --maxprocesses=4 --dist=loadfile --no-loadscope-reorder

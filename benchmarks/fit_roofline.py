@@ -5,7 +5,7 @@ Least squares of the errors' logarithms, over decoding, verifying and the int4 c
 file, with a loss that outliers hardly move. The others are compared only. Of the copy, the passes
 with 3 and 7 draft tokens count: those with 11 and 15 pad rows to sizes of graphs that are unknown.
 The shares of the bandwidth are not fitted: one model cannot tell them from `layer_s` (0.75 to 0.9
-fit as well), and 0.8 is what suits gpt-fast's figures on several GPUs (docs/simulator.md).
+fit as well), and 0.8 is what suits gpt-fast's figures on several GPUs (docs/lab/simulator.md).
 """
 
 import argparse

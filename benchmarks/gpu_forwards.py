@@ -26,7 +26,7 @@ from bubblespec.engine.pages import Pages
 from bubblespec.engine.sampling import Noise, sample, stream_counters, stream_keys
 from bubblespec.tools.simulate.roofline import GPUS, HOST_S, SAMPLE_S
 
-# Models, and the positions that each row attends to: docs/gpu-guide.md has their expected times.
+# Models, and the positions that each row attends to; docs/lab/gpu-times.md has expected times.
 CONTEXTS = {"1.5B": 3072, "7B": 4096, "0.5B": 400}
 DECODING_ROWS = (16, 128)
 # Further cases: one row, and many that verify at a short context.

@@ -4,7 +4,7 @@ Models have random weights in published shapes. Needs torch, transformers, numpy
 network; the doctor, paired runs and training need a run's other packages, too. Parts come in the
 order of their worth. Each is a generator of rows with a share of the minutes, in a process of its
 own: a part that fails, hangs or takes longer costs its own rows alone. What was left out is listed
-at the end, and the exit code is 1 if a part failed. docs/results/README.md says what each is for.
+at the end, and the exit code is 1 if a part failed. docs/lab/README.md says what each is for.
 """
 
 import argparse

@@ -1,7 +1,7 @@
 """Compare the roofline with measured forwards: python benchmarks/measured_costs.py FILE.csv
 
-The columns are those of sd_toggle's sweeps (docs/simulator.md). Such a sweep times vLLM's layers on
-an A100, for rows that all have the same context; columns for anything else may be absent.
+The columns are those of sd_toggle's sweeps (docs/lab/simulator.md). A sweep times vLLM's layers
+on an A100, for rows that all have the same context; columns for anything else may be absent.
 """
 
 import argparse
@@ -260,6 +260,6 @@ def run(arguments: argparse.Namespace, folder: str) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="GPU costs next to measured ones")
     parser.add_argument(
-        "file", metavar="FILE.csv", help="a forward per line, see docs/simulator.md"
+        "file", metavar="FILE.csv", help="a forward per line, see docs/lab/simulator.md"
     )
     sys.exit(shared.main(run, parser))

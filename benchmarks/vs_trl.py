@@ -304,12 +304,13 @@ def curve_of(job: dict, trainer: Trainer, folder: str, every: int) -> list[tuple
     return list(zip([0.0, *(ends[number] for number in numbers)], rewards, strict=True))
 
 
-def heading_of(arguments: argparse.Namespace) -> str:
-    """Return the machine, and what TRL generates without."""
+def heading_of(arguments: argparse.Namespace, model: torch.nn.Module) -> str:
+    """Return the size of the policy, the machine, and what TRL generates without."""
+    size = f"policy of {sum(map(torch.numel, model.parameters())) / 1e6:.1f} M parameters\n"
     hardware = describe_hardware(torch.device("cpu"))
     ways = {"trl_vllm": "vLLM", "trl_batched": "continuous batching"}
     without = " and ".join(name for arm, name in ways.items() if arm not in arguments.arms)
-    machine = f"{arguments.nproc_per_node} ranks with one thread each on {hardware['cpu']}"
+    machine = f"{size}{arguments.nproc_per_node} ranks with one thread each on {hardware['cpu']}"
     return f"{machine}; TRL without {without}" if without else machine
 
 
@@ -373,7 +374,8 @@ def run(arguments: argparse.Namespace, base: str) -> None:
         report_curves(curves, arguments.reward)
         if arguments.picture:
             labelled = {LABELS[arm]: found for arm, found in curves.items()}
-            draw_rewards(labelled, heading_of(arguments)).savefig(arguments.picture, dpi=120)
+            heading = heading_of(arguments, trainer.learner.model)
+            draw_rewards(labelled, heading).savefig(arguments.picture, dpi=120)
     shared.write_result(arguments, {"summary": summary, "jobs": jobs, "curves": curves})
 
 

@@ -38,7 +38,7 @@ from notebooks.reports import SIMULATED_KEYS, read_report
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 FOLDER = os.path.join(ROOT, "docs", "images")
-SIMULATED = os.path.join(ROOT, "docs", "results", "simulated_systems.json")
+SIMULATED = os.path.join(ROOT, "docs", "lab", "simulated_systems.json")
 
 COST = "h200:7b"
 LONGEST = 16 * K  # tokens of the responses of the simulated step
@@ -282,7 +282,8 @@ def simulated_systems_figure() -> Figure:
     """The systems, simulated, by the length of the longest response."""
     report = read_report(SIMULATED, SIMULATED_KEYS)
     settings = report["settings"]
-    heading = f"{simulated_systems.heading_of(settings)}\n{simulated_systems.drafts_of(settings)}"
+    heading = f"{simulated_systems.heading_of(settings)}; a 7B, up to 16k tokens"
+    heading += f"\n{simulated_systems.drafts_of(settings)}"
     return simulated_systems.draw_systems(report["runs"], heading)
 
 

@@ -21,7 +21,8 @@ def draw_training(arms: dict[str, dict], seeds: dict) -> Figure:
     figure, axes = figure_of(11, 1.6 + 0.32 * len(arms), 1, 2, width_ratios=(1.15, 1))
     baseline, bars = next(iter(arms)), axes[0]
     names = sorted(arms, key=lambda name: -arms[name]["speedup"])
-    colours = {name: COLOURS[place % len(COLOURS)] for place, name in enumerate(names)}
+    others = [name for name in names if name not in (baseline, "again")]
+    colours = dict(zip(others, COLOURS, strict=False))
     colours |= dict.fromkeys({baseline, "again"} & arms.keys(), GREY)
     for place, name in enumerate(names):
         arm = arms[name]

@@ -1,5 +1,5 @@
 """Write docs/configuration.md, the reference of all keys, from the declarations in
-bubblespec/config and the names of other trainers in its names.json:
+bubblespec/config:
 
 python -m scripts.write_configuration
 """
@@ -14,67 +14,40 @@ from pathlib import Path
 from typing import Any
 
 from bubblespec import config as declarations
-from bubblespec.config.file import ROWS, TRL, VALUES, VERL
 from bubblespec.config.keys import ROUNDING, SAFE
 
 PAGE = Path(__file__).parents[1] / "docs" / "configuration.md"
-VERL_PREFIX = "actor_rollout_ref."
 CONTINUED = {SAFE: "may differ", ROUNDING: "rounding"}
 
-START = f"""\
+START = """\
 # Configuration
 
-After this page you can write a configuration file, override any key on the command line, and
-translate single keys of TRL or verl. It lists every key with its type, default and meaning.
-`python -m scripts.write_configuration` generates it from
-[bubblespec/config](../bubblespec/config/__init__.py) and its
-[mechanisms.py](../bubblespec/config/mechanisms.py), so edit the docstrings there.
-
-A configuration is a YAML file with the sections below. Only `model.path`, `run.output_dir` and
-either `data.path` or `data.tasks` must be given. Keys on the command line override the file, and
-the last one counts:
+For those who look up a key. A configuration is a YAML file with the sections below; only
+`model.path`, `run.output_dir` and either `data.path` or `data.tasks` must be given. Keys on the
+command line override the file:
 
 ```sh
-torchrun --nproc_per_node=8 train.py --config my_run.yaml run.seed=1 optim.learning_rate=2e-6 \\
-    "data.columns={{prompt: question}}"
+python -m bubblespec train --config my_run.yaml run.seed=1 "data.columns={prompt: question}"
 ```
 
-Values are YAML, and text is what is written: `run.output_dir=2024_05_01`, `data.name=007` and, on
-the command line, `data.system_prompt=Answer: one number`. There, quotes around all of a text are
-removed, and `null` means not set; a file needs quotes around text with a colon. `~` at the
-beginning of a path is the home folder.
+Values are YAML, and text is what is written: `data.name=007` and, on the command line,
+`data.system_prompt=Answer: one number`. `null` means not set.
 
-An unknown key, a value of the wrong type or out of bounds, and keys that contradict each other end
-the run before anything is loaded, with one line for each that names the key. For a key of TRL or
-verl the line names ours, or says why there is none. `config.yaml` in `run.output_dir` holds all
-keys as the run uses them. [recipes.md](recipes.md) has the keys of published recipes, and
-[coming-from.md](coming-from.md) whole scripts of TRL and verl next to the equal file.
+An unknown key, a wrong value, and keys that contradict each other end the run before anything is
+loaded, with one line for each. Keys of TRL and verl are answered with the name of ours, or with why
+there is none ([coming-from.md](coming-from.md) has whole scripts). `config.yaml` in
+`run.output_dir` holds all keys as the run uses them.
 
-- **default**: *required* where there is none; `null` means not set.
-- **continued**: whether a run that is continued from a checkpoint may have another value. *may
-  differ*: yes, with the same tokens and updates. *rounding*: yes, with a warning, as sums are then
-  taken in another order. Empty: no, the run is refused. `run.max_steps` may differ only if
-  `optim.lr_scheduler_type` is `constant`.
-- **TRL**: arguments of TRL 1.16 (GRPOConfig, GRPOTrainer, ModelConfig, ScriptArguments).
-  **verl**: keys of 0.9.1 and earlier, where `{VERL_PREFIX}` is left out in front of `actor`,
-  `rollout`, `model` and `nccl_timeout`. A remark in parentheses says what our value is where
-  theirs means something else.
+*continued* says whether a run that is continued from a checkpoint may have another value. *may
+differ*: with the same tokens and updates. *rounding*: with a warning, as sums are taken in another
+order. Empty: the run is refused. `run.max_steps` may differ if the learning rate is constant.
+
+`python -m scripts.write_configuration` writes this page from
+[bubblespec/config](../bubblespec/config/__init__.py).
 """
 HEADER = """\
-| key | values | default | meaning | continued | TRL | verl |
-|---|---|---|---|---|---|---|"""
-LEFT_OUT = """
-## Keys of TRL and verl that have no counterpart
-
-A key holds for all keys below it that are not listed: `critic` for `critic.optim.lr`.
-
-| keys | answer |
-|---|---|"""
-FOREIGN_VALUES = """
-## Values of TRL and verl that are written differently
-
-| value there | key | here |
-|---|---|---|"""
+| key | values | default | meaning | continued |
+|---|---|---|---|---|"""
 
 
 def page() -> str:
@@ -85,16 +58,7 @@ def page() -> str:
         lines += [f"## {section.name}", "", summary, "", HEADER]
         lines += [row(*of) for of in keys_of_section(section.type, f"{section.name}.")]
         lines.append("")
-    lines[-1:] = [LEFT_OUT]
-    for names, answer in (item for table in ROWS.values() for item in table.items()):
-        if answer.startswith("not"):
-            quoted = ", ".join(f"`{name.removeprefix(VERL_PREFIX)}`" for name in names.split())
-            lines.append(f"| {quoted} | {with_links(as_code(answer))} |")
-    lines.append(FOREIGN_VALUES)
-    for key, values in VALUES.items():
-        rows = values.items()
-        lines += [f"| `{value}` | `{key}` | {with_links(answer)} |" for value, answer in rows]
-    return "\n".join(lines) + "\n"
+    return "\n".join(lines)
 
 
 def keys_of_section(
@@ -138,8 +102,7 @@ def row(name: str, field: dataclasses.Field, values: str, meaning: str) -> str:
     # larger limits are technical
     values = "; ".join([values, *(text for text in bounds if not re.search(r"\d{5}", text))])
     continued = CONTINUED.get(field.metadata.get("resume"), "")
-    elsewhere = (", ".join(names_elsewhere(name, names)) for names in (TRL, VERL))
-    cells = [f"`{name}`", values, default_text(field), with_links(meaning), continued, *elsewhere]
+    cells = [f"`{name}`", values, default_text(field), with_links(meaning), continued]
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 
@@ -150,18 +113,6 @@ def default_text(field: dataclasses.Field) -> str:
     if value == declarations.MISSING:
         return "*required*"
     return f"`{value if isinstance(value, str) else json.dumps(value)}`"
-
-
-def names_elsewhere(name: str, names: dict[str, str]) -> Iterator[str]:
-    """Yield the names of a key in another trainer, with remarks on differences."""
-    for foreign, answer in names.items():
-        keys, _, remark = answer.partition(", ")
-        if not answer.startswith("not") and name in re.split(" and ", keys):
-            yield f"`{foreign.removeprefix(VERL_PREFIX)}`" + (remark and f" ({remark})")
-
-
-def as_code(text: str) -> str:
-    return re.sub(r"(?<![\w/])([a-z_]+(?:\.[a-z_]+)+|--\w+)", r"`\1`", text)
 
 
 def with_links(text: str) -> str:

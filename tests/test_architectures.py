@@ -226,7 +226,7 @@ REFUSED = {
     "falcon": ("Falcon", FALCON, "attention interface"),
 }
 # The table of what users know by other names: names, class, result.
-PAGE = Path(__file__).parents[1] / "docs" / "exactness.md"
+PAGE = Path(__file__).parents[1] / "docs" / "lab" / "architectures.md"
 LINE = re.compile(r"^\| .* \| `(?P<kind>\w+)` \| (?P<result>(?:served|refused).*) \|$", re.M)
 LINES = list(LINE.finditer(PAGE.read_text(encoding="utf-8")))
 

@@ -9,16 +9,16 @@ import shlex
 
 import datasets
 import pytest
-from test_readme import blocks, read_document
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from bubblespec.config import flatten
 from bubblespec.config.file import TRL, VERL, load_config, value_of
+from tests.helpers.documents import blocks, files, read_document
 from tests.helpers.runs import read
 from tests.helpers.warm import ROOT, launch
 
 CHAT = "{% for m in messages %}{{ m.content }}\n{% endfor %}"
-FILES = {name: text for _, name, text in blocks(read_document("docs/coming-from.md")) if name}
+FILES = files(read_document("docs/coming-from.md"))
 (VERL_SCRIPT,) = (
     text for kind, _, text in blocks(read_document("docs/coming-from.md")) if kind == "sh"
 )
@@ -65,9 +65,10 @@ def test_trl_script_and_configuration_are_equal(folder):
     )
     given = {keyword.arg: ast.literal_eval(keyword.value) for keyword in call.keywords}
     ours = flatten(load_config("from_trl.yaml"))
+    given.pop("vllm_gpu_memory_utilization")  # ours is the share of the whole run
     differing = check_equal(given, TRL, ours)
     prompts = ["per_device_train_batch_size", "gradient_accumulation_steps"]
-    assert differing == [*prompts, "bf16", "use_vllm", "logging_steps", "report_to"]
+    assert differing == [*prompts, "bf16", "use_vllm", "vllm_mode", "logging_steps", "report_to"]
     responses = 8 * given[prompts[0]] * given[prompts[1]]
     assert ours["rollout.num_prompts_per_step"] * given["num_generations"] == responses
     # What the script leaves to TRL's defaults.
@@ -85,6 +86,7 @@ def test_verl_script_and_configuration_are_equal(folder):
     words = shlex.split(VERL_SCRIPT.replace("\\\n", " "))[3:]
     given = {name: ast_value(value) for name, _, value in (word.partition("=") for word in words)}
     ours = flatten(load_config("from_verl.yaml"))
+    given.pop("actor_rollout_ref.rollout.gpu_memory_utilization")  # of the whole run, too
     differing = set(check_equal(given, VERL, ours))
     assert not [name for name in differing if not re.search(", | and ", VERL[name])]
     minibatch = given["actor_rollout_ref.actor.ppo_mini_batch_size"]
@@ -103,15 +105,14 @@ def ast_value(text: str) -> object:
 def test_configuration_after_trl_runs(folder):
     """With TRL's own functions, too, whose values are those of a call in another process."""
     trl_rewards = pytest.importorskip("trl.rewards")
-    rows = [
-        {"prompt": [{"role": "user", "content": f"{n} + 1 ="}], "solution": str(n + 1)}
-        for n in range(16)
-    ]
-    with open("my_data.jsonl", "a", encoding="utf-8") as file:
-        file.writelines(json.dumps(row) + "\n" for row in rows)
+    rows = [{"question": f"{n} + 1 =", "answer": str(n + 1)} for n in range(16)]
+    for name, solution in (("my_data.jsonl", {}), ("solutions.jsonl", {"solution": "3"})):
+        with open(name, "a", encoding="utf-8") as file:
+            file.writelines(json.dumps(row | solution) + "\n" for row in rows)
     names = ["my_rewards.is_right", "my_rewards.has_box", "trl.rewards.think_format_reward"]
     names.append("trl.rewards.accuracy_reward")
-    functions = ["reward.weights=null", f"reward.functions=[{','.join(names)}]"]
+    functions = ["data.path=solutions.jsonl", "reward.weights=null"]
+    functions.append(f"reward.functions=[{','.join(names)}]")
     for options, output_dir in ([], "runs/my_run"), (functions, "runs/functions"):
         overrides = [*SMALL, *options, f"run.output_dir={output_dir}"]
         done = launch(2, ["train.py", "--config", "from_trl.yaml", *overrides], folder)

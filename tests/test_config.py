@@ -405,5 +405,5 @@ def test_reference_page_equals_declarations():
     for key, default in flatten(Config()).items():
         is_set = default not in (None, "???", [], {}, True, False)
         assert key in lines and (not is_set or str(default).strip("[]'") in lines[key]), key
-    assert "`beta`" in lines["loss.kl_coef"] and "`actor.kl_loss_coef`" in lines["loss.kl_coef"]
-    assert "| may differ |" in lines["run.save_steps"] and "|  |" in lines["loss.kl_coef"]
+    assert lines["run.save_steps"].endswith("| may differ |")
+    assert lines["loss.kl_coef"].endswith("|  |")

@@ -2,11 +2,11 @@
 it trains, and its tokens are exact."""
 
 import os
-import re
 import shutil
 
 import pytest
 
+from tests.helpers.documents import blocks, read_document
 from tests.helpers.runs import ALWAYS_DRAFT, SHORT, steps_of
 from tests.helpers.warm import ROOT, launch
 
@@ -34,11 +34,6 @@ sys.exit(train.main())
 """
 
 
-def blocks() -> list[tuple[str, str, str]]:
-    with open(os.path.join(ROOT, "docs/extending.md"), encoding="utf-8") as file:
-        return re.findall(r"^```(\w+) (\S+)\n(.*?)^```$", file.read(), re.M | re.S)
-
-
 def change(text: str, diff: str) -> str:
     """Apply hunks without line numbers, whose lines must be in the text exactly once."""
     for hunk in diff.split("@@\n"):
@@ -57,7 +52,9 @@ def project(tmp_path_factory):
         ignored = shutil.ignore_patterns("__pycache__")
         shutil.copytree(os.path.join(ROOT, name), folder / name, ignore=ignored)
     shutil.copy(os.path.join(ROOT, "train.py"), folder)
-    for language, path, text in blocks():
+    for language, path, text in blocks(read_document("docs/extending.md")):
+        if not path:
+            continue
         assert (folder / path).exists() == (language != "python")
         if language != "python":
             text = change((folder / path).read_text(encoding="utf-8"), text)
@@ -97,11 +94,10 @@ def test_extended_project_trains_with_exact_tokens(project):
 
 
 def test_new_mechanism_is_one_file_its_name_and_configuration():
-    changed = [path for _, path, _ in blocks() if path.startswith("bubblespec/")]
+    page = blocks(read_document("docs/extending.md"))
+    changed = [path for _, path, _ in page if path.startswith("bubblespec/")]
     names = ("mechanisms/loop_filter", "mechanisms/__init__", "config/__init__")
     assert changed == [f"bubblespec/{name}.py" for name in names]
-    added = [
-        text.count("\n+") + text.startswith("+") for lang, _, text in blocks() if lang == "diff"
-    ]
-    (mechanism,) = (text for _, path, text in blocks() if "loop_filter" in path)
+    added = [text.count("\n+") + text.startswith("+") for lang, _, text in page if lang == "diff"]
+    (mechanism,) = (text for _, path, text in page if "loop_filter" in path)
     assert len(mechanism.splitlines()) + sum(added) <= 40

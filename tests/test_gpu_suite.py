@@ -91,7 +91,7 @@ def test_parts_come_in_order_of_worth():
     order = ["doctor", "tests", "decode", "paired", "updates", "ranks"]
     assert list(gpu_suite.PARTS)[: len(order)] == order
     assert sum(part.limit_s for part in gpu_suite.PARTS.values()) == 60 * gpu_suite.MINUTES
-    text = (ROOT / "docs" / "results" / "README.md").read_text()
+    text = (ROOT / "docs" / "lab" / "README.md").read_text()
     listed = re.findall(r"^\| (\w+) \| (\d+) \|", text, re.MULTILINE)
     assert listed == [(name, f"{part.limit_s:.0f}") for name, part in gpu_suite.PARTS.items()]
 
@@ -317,7 +317,7 @@ def decode_load(rows: int, context: int, window: int) -> Load:
 
 def test_guide_lists_measured_and_expected_figures():
     """Measured milliseconds, those of the prototype, and the roofline's estimates."""
-    data = ROOT / "docs" / "results" / "data"
+    data = ROOT / "docs" / "lab" / "data"
     with open(data / "h200.csv", encoding="utf-8", newline="") as file:
         measured = {
             (line["model"], int(line["rows"]), int(line["context"])): float(line["value"])
@@ -329,7 +329,7 @@ def test_guide_lists_measured_and_expected_figures():
         for case in read_cases(str(data / "h200_prototype.csv"))[0]
         if case.mode == DECODE
     }
-    text = (ROOT / "docs" / "gpu-guide.md").read_text()
+    text = (ROOT / "docs" / "lab" / "gpu-times.md").read_text()
     row = r"^\| ([\d.]+B) \| (\d+) \| ([\d,]+) \| ([\d. |]+) \| x ([\d.]+) \|$"
     found = {}
     for model, rows, context, figures, ratio in re.findall(row, text, re.MULTILINE):

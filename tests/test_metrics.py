@@ -28,6 +28,7 @@ from bubblespec.telemetry.files import MetricsLogger, begin_logging, import_logg
 from bubblespec.telemetry.reporter import RunReporter
 from bubblespec.types import Group, Prompt
 from tests.helpers.checks import FullDisk
+from tests.helpers.documents import files, read_document
 from tests.helpers.rows import LETTERS, record_of, samples_of
 
 BASE = {"reward": 0.5, "perf/throughput": 100.0, "timing_s/step": 2.0}
@@ -334,8 +335,7 @@ def test_second_interrupt_in_a_hook_ends_the_run(tmp_path, monkeypatch):
 
 
 def test_documented_wandb_hook_logs(tmp_path, monkeypatch):
-    with open("docs/metrics.md", encoding="utf-8") as file:
-        (code,) = re.findall(r"^```python my_log.py\n(.*?)^```$", file.read(), re.M | re.S)
+    code = files(read_document("docs/metrics.md"))["my_log.py"]
     logged, module = [], {}
     library = SimpleNamespace(init=lambda **options: library)
     library.log = lambda metrics, step: logged.append((step, metrics.get("reward")))

@@ -1,12 +1,11 @@
-"""Examples are run as they stand in the documents: a user's own data, model and reward (README.md),
-the engine alone (docs/architecture.md), and a reward function (docs/it-does-not-learn.md). Links
-lead somewhere."""
+"""Examples are run as they stand in the documents: a user's own data, model and rewards (README.md
+and docs/quickstart.md), the engine alone (docs/architecture.md), and a reward function
+(docs/troubleshooting.md)."""
 
 import json
 import os
 import re
 import shlex
-from pathlib import Path
 
 import pytest
 import torch
@@ -18,37 +17,28 @@ from bubblespec.engine.engine import Engine
 from bubblespec.engine.model_checks import prepare_model
 from bubblespec.engine.runner import ModelRunner
 from bubblespec.types import Row, SampleId
+from tests.helpers.documents import blocks, files, read_document
 from tests.helpers.models import GQA
 from tests.helpers.runs import digests, read
 from tests.helpers.warm import ROOT, launch, python
 
-BLOCK = re.compile(r"^```(\w*)(?: (\S+))?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-RUNS = ("runs/my_data", "runs/my_model", "runs/my_reward")
-FOLDERS = ["docs", "docs/results", "benchmarks", "notebooks", "notebooks/data"]
-
-
-def read_document(name: str) -> str:
-    with open(os.path.join(ROOT, name), encoding="utf-8") as file:
-        return file.read()
-
-
-def blocks(text: str) -> list[tuple[str, str, str]]:
-    """(language, file name or "", text) of the fenced blocks of a document, in their order."""
-    return BLOCK.findall(text)
+RUNS = ("runs/my_run", "runs/my_model", "runs/my_reward")
+TRAIN = "python -m bubblespec train --nproc-per-node 2 --config my_run.yaml"
 
 
 def execute(commands: str, folder) -> None:
+    """Run the commands of a block that train my_run.yaml."""
     for command in commands.replace("\\\n", " ").splitlines():
-        launcher, ranks, *arguments = shlex.split(command, comments=True)
-        assert (launcher, ranks) == ("torchrun", "--nproc_per_node=2")
-        done = launch(2, arguments, folder)
-        assert done.returncode == 0, done.stderr[-3000:]
+        if command.startswith(TRAIN):
+            overrides = shlex.split(command.removeprefix(TRAIN), comments=True)
+            done = launch(2, ["train.py", "--config", "my_run.yaml", *overrides], folder)
+            assert done.returncode == 0, done.stderr[-3000:]
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A folder with the files of "Your own run" and a model of another architecture, in which its
-    commands have been run."""
+    """A folder with the files of the README and the quick start and a model of another
+    architecture, in which the quick start's runs have been made."""
     folder = tmp_path_factory.mktemp("own_run")
     for name in ("train.py", "configs"):
         os.symlink(os.path.join(ROOT, name), folder / name)
@@ -58,11 +48,12 @@ def folder(tmp_path_factory):
     shape["max_position_embeddings"] = 1024
     AutoModelForCausalLM.from_config(Qwen2Config(**shape)).save_pretrained(folder / "my_model")
     tokenizer.save_pretrained(folder / "my_model")
-    section = read_document("README.md").partition("\n## Your own run\n")[2].partition("\n## ")[0]
-    for language, name, text in blocks(section):
-        if name:
-            (folder / name).write_text(text, encoding="utf-8")
-        elif language == "sh":
+    page = read_document("docs/quickstart.md")
+    for name, text in files(read_document("README.md") + page).items():
+        (folder / name).write_text(text, encoding="utf-8")
+    assert f"\n{TRAIN}\n" in read_document("README.md")
+    for language, _, text in blocks(page):
+        if language == "sh":
             execute(text, folder)
     return folder
 
@@ -97,7 +88,7 @@ def test_documented_data_fits_policy(folder):
         text.endswith(answers[row.id.prompt_id]) for text, row in zip(texts, rows, strict=True)
     ]
     assert 0 < sum(right) < 16
-    assert read(folder / "runs/my_data")[0]["rewards/exact_match/mean"] == sum(right) / 16
+    assert read(folder / "runs/my_run")[0]["rewards/is_right/mean"] == sum(right) / 16
 
 
 def test_own_model_changes_tokens_own_reward_does_not(folder):
@@ -108,14 +99,14 @@ def test_own_model_changes_tokens_own_reward_does_not(folder):
 
 
 def test_own_reward_is_used(folder):
-    lines, others = read(folder / "runs/my_reward"), read(folder / "runs/my_data")
+    lines, others = read(folder / "runs/my_reward"), read(folder / "runs/my_run")
     for line, other in zip(lines, others, strict=True):
         brevity = line["rewards/brevity/mean"]
         shortest = line["completions/mean_length"] / line["completions/max_length"]
         assert -0.1 <= brevity <= -0.1 * shortest + 1e-9, "of each group the longest has -0.1"
         assert line["reward"] == pytest.approx(line["rewards/is_right/mean"] + brevity)
         if line["rollout/digest"] == other["rollout/digest"]:
-            assert line["rewards/is_right/mean"] == other["rewards/exact_match/mean"]
+            assert line["rewards/is_right/mean"] == other["rewards/is_right/mean"]
 
 
 def test_engine_example(tmp_path):
@@ -136,47 +127,6 @@ def test_engine_example(tmp_path):
 
 
 def test_reward_example(capsys):
-    ((_, _, code),) = blocks(read_document("docs/it-does-not-learn.md"))
+    ((_, _, code),) = blocks(read_document("docs/troubleshooting.md"))
     exec(code, {})
     assert capsys.readouterr().out == "[1.0]\n[0.0]\n"
-
-
-def documents() -> list[str]:
-    found = [f"{folder}/{name}" for folder in FOLDERS for name in os.listdir(f"{ROOT}/{folder}")]
-    return sorted({"README.md", *(name for name in found if name.endswith(".md"))})
-
-
-def prose(name: str) -> str:
-    """A document without its fenced blocks."""
-    return BLOCK.sub("", read_document(name))
-
-
-def anchors(text: str) -> set[str]:
-    """Return the anchors of a document's headings, as GitHub makes them."""
-    headings = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
-    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
-
-
-@pytest.mark.parametrize("name", documents())
-def test_links_lead_somewhere(name):
-    for target in re.findall(r"\]\(([^)\s]+)\)", prose(name)):
-        path, _, anchor = target.partition("#")
-        if "://" in path:
-            continue
-        where = os.path.normpath(os.path.join(os.path.dirname(name), path)) if path else name
-        assert os.path.exists(os.path.join(ROOT, where)), target
-        assert not anchor or not where.endswith(".md") or anchor in anchors(prose(where)), target
-
-
-def test_documents_named_in_code_exist():
-    """Error messages, docstrings and configurations name files of docs/."""
-    files = [Path(ROOT, name) for name in ("train.py", "Makefile")]
-    for folder in ("bubblespec", "benchmarks", "configs", "examples", "notebooks", "scripts"):
-        files += [*Path(ROOT, folder).rglob("*.py"), *Path(ROOT, folder).glob("*.yaml")]
-    for file in files:
-        for page in re.findall(r"docs/\w[\w/-]*\.md", file.read_text(encoding="utf-8")):
-            assert os.path.exists(os.path.join(ROOT, page)), f"{file}: {page}"
-
-
-def test_readme_is_short():
-    assert len(read_document("README.md").splitlines()) <= 150

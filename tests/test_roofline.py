@@ -23,7 +23,7 @@ A100 = read_cases(str(Path(__file__).with_name("assets") / "a100_vllm.csv"))[0]
 # on one, tokens per second.
 GPT_FAST = {(1, 16): 104.9, (2, 16): 168.8, (4, 16): 254.0, (8, 16): 328.4}
 GPT_FAST |= {(1, 8): 155.6, (1, 4): 196.8}
-PROTOTYPE = Path(__file__).resolve().parents[1] / "docs" / "results" / "data" / "h200_prototype.csv"
+PROTOTYPE = Path(__file__).resolve().parents[1] / "docs" / "lab" / "data" / "h200_prototype.csv"
 # Attention of a layer of the 7B by the same prototype: rows, tokens of each, context, microseconds.
 PROTOTYPE_US = [
     (1, 1, 4096, 8.1), (1, 8, 4096, 9.7), (16, 1, 4096, 38.2), (16, 4, 4096, 46.0),

@@ -1,6 +1,6 @@
 """Drafts at given prices, in virtual time: what a run pays besides forwards, planned by them.
 
-The first GPU run (docs/results/h200.md): SmolLM2, 128 rows on one rank, of which one or two mostly
+The first GPU run (docs/lab/h200.md): SmolLM2, 128 rows on one rank, of which one or two mostly
 reach the limit of 256 tokens, and whose drafts cost more than they saved."""
 
 import numpy as np

@@ -193,9 +193,9 @@ def test_end_of_runs_with_few_steps():
     stopped = "stopped after 0 of 60 updates; run the same command to resume"
     assert end(History(), num_updates=0, checkpoint=None, is_stopped=True) == [*files, stopped]
     lines = end(history_of(METRICS), num_updates=1)
-    assert "drafts" not in "\n".join(lines) and "it-does-not-learn.md" not in "\n".join(lines)
+    assert "drafts" not in "\n".join(lines) and "troubleshooting.md" not in "\n".join(lines)
     nothing = end(history_of(METRICS | {"reward": 4e-4}))
-    assert any("it-does-not-learn.md" in line for line in nothing)
+    assert any("troubleshooting.md" in line for line in nothing)
 
 
 @pytest.mark.parametrize(

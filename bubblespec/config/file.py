@@ -1,7 +1,7 @@
 """Configuration files: YAML and dotted overrides into a checked `Config`, and back.
 
 All mistakes of a configuration make one `InputError`, with a line each that names the key.
-names.json has names of keys and values in other trainers, for errors and docs/configuration.md.
+names.json has names of keys and values in other trainers, for the answers to them.
 OmegaConf is imported where it is used, as tests on GPU machines run without it."""
 
 import contextlib

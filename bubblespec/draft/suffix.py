@@ -1,8 +1,8 @@
 """Draft tokens by suffix matching: propose what followed a row's last tokens elsewhere.
 
 After prompt lookup (Saxena 2023, github.com/apoorvumang/prompt-lookup-decoding) and SuffixDecoding
-(Oliaro et al. 2024, arXiv 2411.04975), over the texts of a group of samples. docs/LOG.md compares
-the three.
+(Oliaro et al. 2024, arXiv 2411.04975), over the texts of a group of samples. docs/lab/LOG.md
+compares the three.
 
 Sources, most trusted first: the row's own draft (made with the same noise under older weights), the
 other samples of its group (their drafts, and their tokens so far), its own earlier tokens, the

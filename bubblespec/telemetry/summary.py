@@ -176,7 +176,7 @@ def end_text(
     lines = table(history) if steps else []
     if steps:
         if round(steps[-1].get("reward", 1.0), 3) == 0:
-            lines.append("reward 0: docs/it-does-not-learn.md has what to check, in order")
+            lines.append("reward 0: docs/troubleshooting.md has what to check, in order")
         if not is_stopped:
             lines.append(f"finished: {of} steps")
         parts = {"set-up": history.set_up_s, "generate": history.total(*GENERATE)}

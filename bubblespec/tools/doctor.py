@@ -90,7 +90,7 @@ def chosen(trainer: Trainer) -> tuple[str, list[str]]:
         f"mechanisms: {', '.join(of.name for of in sampler.mechanisms) or 'none'}"
     )
     useful = max_slots(trainer.config, ranks.world_size)
-    more = f"{useful} responses at once could be used; rollout.max_num_seqs (docs/gpu-guide.md)"
+    more = f"{useful} responses at once could be used; rollout.max_num_seqs (docs/gpus.md)"
     return text, [more] * (runner.num_slots < useful)
 
 

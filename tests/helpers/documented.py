@@ -1,9 +1,9 @@
-"""The table of docs/faults.md on kernels and GPUs, against which tests hold what is printed."""
+"""The table of docs/troubleshooting.md on kernels and GPUs: tests compare printed lines with it."""
 
 import re
 from pathlib import Path
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "faults.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "troubleshooting.md"
 HEADING = "## A kernel or a GPU fails"
 
 

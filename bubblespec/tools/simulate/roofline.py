@@ -3,7 +3,7 @@
 `FITTED` is fitted by benchmarks/fit_roofline.py to forwards of Qwen2.5-7B that others have measured
 in vLLM on an A100, and compared with other models and several GPUs. `OWN` replaces what this engine
 does in another way, by the figures of its kernels' prototype on an H200. Other GPUs follow by data
-sheet, see `GPU`. docs/simulator.md names the sources.
+sheet, see `GPU`. docs/lab/simulator.md names the sources.
 """
 
 import math
@@ -116,11 +116,11 @@ MODELS = {
     "qwen3.5-2b": Model(24, 2048, 6144, 8, 2, 256, 248320, States(18, 16, 16, 128)),
     "qwen3.5-9b": Model(32, 4096, 12288, 16, 4, 256, 248320, States(24, 32, 16, 128)),
 }
-# This engine by the prototype of its kernels (docs/results/data/h200_prototype.csv): 10 launches of
+# This engine by the prototype of its kernels (docs/lab/data/h200_prototype.csv): 10 launches of
 # 3.2 us a layer and 12 around the layers, and seconds in which a token is sampled from 152k logits.
 OWN, AROUND, SAMPLE_S = FITTED._replace(keys_share=0.95, knee=2.0, layer_s=32e-6), 1.2, 8e-7
 # Host time of a forward: planning and packing 0.3 ms, the graph's launch 0.15 ms
-# (docs/results/h200.md). A forward that verifies nothing is launched ahead of results, so a GPU
+# (docs/lab/h200.md). A forward that verifies nothing is launched ahead of results, so a GPU
 # waits for what exceeds the forward. Behind one that verifies the host waits for results: that
 # costs all of it, and 0.35 ms and 0.8 us for each row that verifies (benchmarks/host_time.py, on a
 # CPU; engine/batch.py does better where the host takes long).
