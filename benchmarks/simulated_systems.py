@@ -102,7 +102,7 @@ LABELS = {
     "drafts of idle time, copy": "drafts from idle time, quantised copy",
     "default": "default: drafts from idle time, copy, placement, TP tail",
     "learned drafter, copy": "learned drafter, quantised copy",
-    "default, drafter": "default with learned drafter",
+    "default, drafter": "default of a model that has a drafter",
     "all": "all: default, learned drafter, tail batching",
     "without drafts of idle time": "without drafts from idle time",
     "without any drafts but the drafter's": "with the drafter's drafts alone",
