@@ -11,6 +11,7 @@ from bubblespec.config import Config
 from bubblespec.data.schedule import PromptSet
 from bubblespec.distributed.ranks import Ranks
 from bubblespec.telemetry import summary
+from bubblespec.telemetry.reporter import RunReporter
 from bubblespec.telemetry.summary import History, find_hints
 
 METRICS = {"reward": 0.25, "frac_reward_zero_std": 0.5, "completions/mean_length": 38.125}
@@ -97,6 +98,22 @@ def test_effect_of_drafts_is_told_once_it_is_clear(effect, error, text):
     assert summary.drafts_text(steps) == f"6,000 of 8,000 draft tokens accepted (75%){text}"
     assert summary.drafts_text([*steps, METRICS]).endswith("(75%)")
     assert summary.drafts_text([METRICS]) == ""
+
+
+def test_drafts_are_told_every_tenth_step(capsys):
+    """Of the steps since; the end has those of the whole run."""
+    fields = dict.fromkeys(RunReporter.__dataclass_fields__)
+    fields |= {"config": make_config(run__max_steps=30), "history": History(), "hinted": set()}
+    reporter = RunReporter(**fields)
+    for step in range(1, 31):
+        has_drafts = step not in (15, 16)
+        reporter.show_step(step, METRICS | DRAFTS if has_drafts else METRICS)
+    said = capsys.readouterr().err.splitlines()
+    told = {number: line for number, line in enumerate(said, 1) if " steps: reward" not in line}
+    beginning = "drafts of the last 10 steps: "
+    assert list(told) == [11, 22] and len(said) == 32
+    assert told[11].startswith(f"{beginning}30,000 of 40,000 draft tokens accepted (75%), with")
+    assert told[22].startswith(f"{beginning}24,000 of 32,000 ")
 
 
 def test_step_line_has_times_and_what_is_left():

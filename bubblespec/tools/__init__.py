@@ -74,7 +74,12 @@ def make_parser(name: str, **options) -> argparse.ArgumentParser:
     prog = f"python -m bubblespec {name}"
     as_written = argparse.RawDescriptionHelpFormatter  # on one line, to be copied
     parser = argparse.ArgumentParser(
-        prog, description=purpose, epilog=example, formatter_class=as_written, **options
+        prog,
+        description=purpose,
+        epilog=example,
+        formatter_class=as_written,
+        allow_abbrev=False,  # `num_ranks` reads one option alone
+        **options,
     )
     if COMMANDS[name].has_ranks:
         names, what = ("--nproc-per-node", "--nproc_per_node"), "ranks of this machine"
@@ -103,7 +108,7 @@ def num_ranks(name: str, arguments: Sequence[str]) -> int:
     Raises InputError."""
     if "RANK" in os.environ or not COMMANDS[name].has_ranks:
         return 1
-    parser = make_parser(name, add_help=False, allow_abbrev=False)
+    parser = make_parser(name, add_help=False)
     count = parser.parse_known_args(arguments)[0].nproc_per_node
     if count < 1:
         raise InputError(f"--nproc-per-node: {count} must be at least 1")
