@@ -40,7 +40,7 @@ CEILINGS = {
     "bubblespec.checkpoint": 2635,
 }
 # The same for a file, the package and the tests; the aim is 18,000 and 21,000.
-MAX_LINES = {"file": 600, "package": 29794, "tests": 32400}
+MAX_LINES = {"file": 600, "package": 29794, "tests": 32420}
 
 
 def name_of(path: Path) -> str:
