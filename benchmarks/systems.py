@@ -74,7 +74,7 @@ SYSTEMS = {
     "quantized": System(("speculative.method=quantized",)),
     "default": System(DEFAULT),
     "scored after": System((*DEFAULT, SCORED_AFTER)),
-    "plain, scored after": System((SCORED_AFTER,)),
+    "plain scored after": System((SCORED_AFTER,)),
     "placement": System((BALANCED,), RHYMERL),
     "drafter": System((DRAFTER,), TLT),
     "tail": System((TAIL,), ROLLPACKER + DEFERRED),

@@ -19,7 +19,7 @@ SYSTEMS = {
     "quantized": "drafts from a quantised copy",
     "default": "the default",
     "scored after": "the default, reward models score after rollouts",
-    "plain, scored after": "no drafts, reward models score after rollouts",
+    "plain scored after": "no drafts, reward models score after rollouts",
     "placement": "balanced placement",
     "drafter": "learned drafter",
     "tail": "tail batching",
