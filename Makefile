@@ -6,7 +6,7 @@ export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM := false
 
 # Tests of the inner loop, about a minute on two cores: digests, structure, and what is exact.
-FAST := golden layout verify suffix sampling losses advantages data rows schedule microbatch \
+FAST := golden layout pages verify suffix sampling losses advantages data rows schedule microbatch \
 	optimizer config chooser planner proposer store noise kv_cache generator \
 	rollout_loop board idle_tasks sampler tail_batching rewards minimal_loop update
 
