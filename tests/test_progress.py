@@ -15,7 +15,7 @@ from tests.helpers.warm import ROOT
 
 
 @pytest.fixture
-def silent(monkeypatch):
+def silent(monkeypatch, capfd):
     """Every moment without a line is a long silence; the thread ends with the test."""
     monkeypatch.setattr(progress, "QUIET_S", 0.0)
     monkeypatch.setattr(progress, "LOOK_S", 1e-3)
