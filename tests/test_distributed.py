@@ -76,9 +76,11 @@ def test_stop_is_answered_while_main_thread_is_in_c(usual_signals, capfd, activi
     def stop():
         is_blocked.wait()
         os.kill(os.getpid(), signal.SIGTERM)
-        wait_until(lambda: said.append(capfd.readouterr().err) or "\n" in "".join(said))
-        requested.append(ranks.must_stop)
-        os.write(writer, b"x")
+        try:
+            wait_until(lambda: said.append(capfd.readouterr().err) or "\n" in "".join(said))
+            requested.append(ranks.must_stop)
+        finally:
+            os.write(writer, b"x")
 
     with signals_stop(ranks):
         thread = threading.Thread(target=stop)
