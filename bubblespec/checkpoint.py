@@ -300,8 +300,10 @@ def _check_same_run(config: Config, saved: dict, where: str) -> list[str]:
             rounding.append(difference)
         elif classes[key] == EXACT and not (is_data and (is_allowed or has_moved)):
             if not (is_allowed and has_moved):
-                moved = "; if it has only moved, set run.allow_changed_data=true" * has_moved
-                raise InputError(f"{difference} in {where}; {ADVICE}{moved}")
+                more = "; if it has only moved, set run.allow_changed_data=true" * has_moved
+                if key == "run.max_steps":
+                    more = "; only a constant optim.lr_scheduler_type can go on for longer"
+                raise InputError(f"{difference} in {where}; {ADVICE}{more}")
             log(f"warning: {key}: {there} of {where} is gone; {here} is taken for the same")
     return rounding
 

@@ -173,3 +173,21 @@ def test_file_without_prompts_is_one_line(tmp_path):
     assert message.startswith("PROMPT_OR_FILE: ") and "{prompt: question}" in message
     message = refusal(generate.main, [TINY, str(tmp_path / "none.jsonl")])
     assert message.startswith("PROMPT_OR_FILE: no JSON")
+
+
+def test_file_may_have_the_columns_of_the_training_data(tmp_path, capsys):
+    path, config = tmp_path / "own.jsonl", tmp_path / "run.yaml"
+    path.write_text('{"question": "1 + 1 ="}\n')
+    config.write_text(
+        f"model: {{path: {TINY}, dtype: float64}}\n"
+        "data: {path: none, columns: {prompt: question}}\n"
+        f"run: {{output_dir: {tmp_path / 'run'}}}\n"
+    )
+    options = ["--config", str(config), "eval.temperature=0", "rollout.max_completion_length=12"]
+    generate.main([TINY, str(path), *options])
+    assert capsys.readouterr().out.endswith(f": {greedy(TINY, '1 + 1 =', 12)}\n")
+
+
+def test_second_prompt_is_one_line():
+    message = refusal(generate.main, [TINY, "1 + 1 =", "2 + 2 ="])
+    assert message.startswith("PROMPT_OR_FILE: give one prompt, or a file of several; '2 + 2 ='")

@@ -383,6 +383,17 @@ def test_value_whose_methods_fail_is_a_failure(value):
     assert failure == RewardFailure("result", wanted)
 
 
+def test_chat_that_is_read_as_a_string_gets_a_hint():
+    def strip(completions, **columns):
+        return [float(text.strip() == "7") for text in completions]
+
+    sample = SAMPLES[0]._replace(prompt=as_chat("4 + 3 ="))
+    (failure,) = score(strip, [sample])
+    assert failure.message.endswith("the text of a completion is completion[0]['content']")
+    (failure,) = score(lambda **columns: [].strip, SAMPLES[:1])
+    assert "completion[0]" not in failure.message
+
+
 def test_long_message_of_an_exception_is_cut():
     line = one_line(ValueError("a" * 400 + "\n" + "b" * 10**6))
     assert line == "ValueError: " + "a" * 400 + " " + "b" * 99 + "..."

@@ -60,6 +60,9 @@ class Sample(NamedTuple):
     """Whether the response is made up, to try the function at the start of a run."""
 
 
+OF_CHATS = "prompts are chats, so the text of a completion is completion[0]['content']"
+
+
 class RewardFailure(NamedTuple):
     """A reward that could not be computed."""
 
@@ -196,6 +199,8 @@ def score(
             frame = traceback.extract_tb(error.__traceback__)[-1]
             place = f"{frame.filename}:{frame.lineno}"
             message = f"raised {type(error).__name__} at {place}: {shown(error, str)}"
+            if isinstance(samples[0].prompt, list) and "list" in str(error):
+                message += f"; {OF_CHATS}"
             return [RewardFailure("exception", message, trace_of(error))] * len(samples)
         for columns, metrics in logs:
             columns.clear()

@@ -9,6 +9,8 @@ text is a user's message if the model has a chat template.
 """
 
 import os
+import re
+from functools import partial
 
 from bubblespec.data.prompts import build_prompt_set, make_tokenize
 from bubblespec.data.rows import FILE_FORMATS, load_rows, suffix_of
@@ -43,20 +45,24 @@ def main(arguments: list[str]) -> None:
     option, what = ("--num-generations", "--num_generations"), "responses to each prompt"
     parser.add_argument(*option, type=int, default=1, metavar="N", help=what)
     given = parse(parser, arguments, needs_config=False)
+    if more := [text for text in given.overrides if not re.match(r"[\w.]+=", text)]:
+        wanted = "give one prompt, or a file of several"
+        raise InputError(f"PROMPT_OR_FILE: {wanted}; {more[0]!r} is not section.key=value")
     sets = {name.partition("=")[0] for name in given.overrides}
     overrides = [*given.overrides, f"eval.num_generations={given.num_generations}"]
     overrides += ["eval.num_prompts=1", "eval.functions=[]"]
     policy = read_policy(given.policy, given.config, overrides, PLAIN)
     config = policy.config
     config.reward.functions = []
+    of_run = None  # column of the training data
     if not any(name.startswith("data.columns") for name in sets):
-        config.data.columns = {}  # of the training data
+        of_run, config.data.columns = config.data.columns.get("prompt"), {}
     is_plain = given.config is None and policy.folder is None and "data.as_chat" not in sets
 
     def read_prompts(run: Run, policy: Policy) -> list[Prompt]:
         if is_plain:
             run.config.data.as_chat = run.tokenizer.chat_template is not None
-        return own_prompts(run, given.prompts)
+        return own_prompts(run, given.prompts, of_run)
 
     with ranks_from_environment(config.model.device, config.run.timeout_s) as ranks:
         check_outputs(ranks, {"--responses": given.responses})
@@ -80,12 +86,20 @@ def main(arguments: list[str]) -> None:
             print(completion_of(samples, index, scorer.tokenizer), flush=True)
 
 
-def own_prompts(run: Run, given: str) -> list[Prompt]:
-    """Return the prompts of a text or a file; room for the longest is made. Raises InputError."""
+def own_prompts(run: Run, given: str, of_run: str | None) -> list[Prompt]:
+    """Return the prompts of a text or a file; room for the longest is made. Raises InputError.
+
+    of_run: column that a file without a column `prompt` may have instead."""
     data = run.config.data
     rows = [{"prompt": given}]
     if os.path.exists(given) or suffix_of(given) in FILE_FORMATS:
-        rows = load_rows(given, None, "train", key="PROMPT_OR_FILE", columns=data.columns)
+        load = partial(load_rows, given, None, "train", key="PROMPT_OR_FILE")
+        try:
+            rows = load(columns=data.columns)
+        except InputError:
+            if of_run is None:
+                raise
+            rows = load(columns={"prompt": of_run})
     prompts = build_prompt_set(
         rows,
         run.tokenize or make_tokenize(run.tokenizer),

@@ -229,7 +229,8 @@ def check_tokens(
 def _check_tool_format(tokenizer, prompt: list[dict], schemas: list[dict]) -> None:
     if make_tokenize(tokenizer, schemas)(prompt) == make_tokenize(tokenizer)(prompt):
         raise InputError(
-            "model.path: its chat template ignores tools, so the model has no tool format"
+            "model.path: its chat template ignores tools, so the model has no tool format; set "
+            "model.chat_template_path to one that has (configs/chatml_tools.jinja is an example)"
         )
     name, key, value, content = _SENTINELS
     result = {"role": "tool", "name": name, "content": content}
