@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import threading
 from pathlib import Path
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -55,6 +56,19 @@ def quick_start():
 def _own_interrupts():
     """Each test begins with Python's handler of SIGINT, which a run replaces for good."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture(autouse=True)
+def _own_screen():
+    """Each test begins without the thread of another that speaks in long silences."""
+    yield
+    from bubblespec import progress
+
+    progress.end()
+    for thread in threading.enumerate():
+        if thread.name == "progress":
+            thread.join()
+    progress._is_over.clear()
 
 
 @pytest.fixture(autouse=True)

@@ -383,11 +383,11 @@ def test_command_prints_a_table_or_one_line(monkeypatch, tmp_path, capsys):
     transformers.MambaConfig(hidden_size=64, num_hidden_layers=2).save_pretrained(tmp_path)
     assert call(monkeypatch, f"model.path={tmp_path}") == 2
     error = capsys.readouterr().err
-    assert error == "error: model.path: mamba has no layers with attention\n"
+    assert error.endswith("...\nerror: model.path: mamba has no layers with attention\n")
     assert call(monkeypatch, "model.path=/nowhere") == 2
     error = capsys.readouterr().err
-    assert error.startswith("error: model.path: there is no folder /nowhere")
-    assert error.count("\n") == 1
+    _, line = error.splitlines()
+    assert line.startswith("error: model.path: there is no folder /nowhere")
 
 
 LARGE = {"hidden_size": 8192, "intermediate_size": 20_000, "num_hidden_layers": 10}

@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-import threading
 
 import pytest
 
@@ -16,16 +15,10 @@ from tests.helpers.warm import ROOT
 
 @pytest.fixture
 def silent(monkeypatch, capfd):
-    """Every moment without a line is a long silence; the thread ends with the test."""
+    """Every moment without a line is a long silence."""
     monkeypatch.setattr(progress, "QUIET_S", 0.0)
     monkeypatch.setattr(progress, "LOOK_S", 1e-3)
     monkeypatch.delenv("RANK", raising=False)
-    yield
-    progress.end()
-    for thread in threading.enumerate():
-        if thread.name == "progress":
-            thread.join()
-    progress._is_over.clear()
 
 
 def test_silence_is_broken_by_what_is_being_done(silent, capfd):

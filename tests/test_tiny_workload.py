@@ -8,7 +8,7 @@ import pytest
 import reasoning_gym
 import torch
 from reasoning_gym.utils import extract_answer
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from bubblespec.data.prompts import reasoning_gym_rows
@@ -82,11 +82,14 @@ def test_shipped_hybrid_learns(tmp_path):
 
 def test_head_is_written_next_to_the_weights(tmp_path):
     folder = shutil.copytree(HYBRID, tmp_path / "policy")
-    before = load_file(folder / "model.safetensors")
+    shipped = load_file(folder / "model.safetensors")
+    before = {name: tensor for name, tensor in shipped.items() if not name.startswith("mtp.")}
+    save_file(before, folder / "model.safetensors", {"format": "pt"})
     tiny_head.main(["--policy", str(folder), "--prompts", "3"])
     after = load_file(folder / "model.safetensors")
     head = {name: tensor for name, tensor in after.items() if name.startswith("mtp.")}
     assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
+    assert {name: t.shape for name, t in after.items()} == {n: t.shape for n, t in shipped.items()}
     model = AutoModelForCausalLM.from_pretrained(folder)
     prepare_model(model, 64)
     vars(model)[HEADS] = head

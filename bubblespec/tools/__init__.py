@@ -78,7 +78,7 @@ def make_parser(name: str, **options) -> argparse.ArgumentParser:
         description=purpose,
         epilog=example,
         formatter_class=as_written,
-        allow_abbrev=False,  # `num_ranks` reads one option alone
+        allow_abbrev=not COMMANDS[name].has_ranks,  # `num_ranks` reads one option alone
         **options,
     )
     if COMMANDS[name].has_ranks:
