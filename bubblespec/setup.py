@@ -23,7 +23,8 @@ from bubblespec.checkpoint import (
     refuse_what_does_not_fit,
 )
 from bubblespec.config import Config
-from bubblespec.config.imports import import_function, is_model, without_input
+from bubblespec.config.imports import import_function, without_input
+from bubblespec.config.keys import is_model
 from bubblespec.data.prompts import DATE, HELD_OUT, check_continued, check_equal, data_state
 from bubblespec.data.schedule import PromptSet, StepSchedule
 from bubblespec.distributed.ranks import Ranks

@@ -132,7 +132,7 @@ def greedy(folder, text: str, length: int) -> str:
 
 
 def test_greedy_responses_are_those_of_transformers(runs, tmp_path, capsys):
-    """Of a file's prompts, by a checkpoint; of a text, by a model without any configuration."""
+    """A checkpoint answers the prompts of a file, a model without configuration a text."""
     folder, out = runs / "whole" / "checkpoint-2", tmp_path / "out.jsonl"
     path = tmp_path / "own.jsonl"
     path.write_text("".join(json.dumps({"prompt": t, "n": n}) + "\n" for n, t in enumerate(TEXTS)))

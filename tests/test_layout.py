@@ -37,10 +37,10 @@ CEILINGS = {
     "bubblespec.rollout.loop": 4146,
     "bubblespec.rollout.sampler": 7560,
     "bubblespec.trainer": 13925,
-    "bubblespec.checkpoint": 2852,
+    "bubblespec.checkpoint": 2724,
 }
 # The same for a file, the package and the tests; the aim is 18,000 and 21,000.
-MAX_LINES = {"file": 600, "package": 31234, "tests": 33500}
+MAX_LINES = {"file": 600, "package": 31235, "tests": 33500}
 
 
 def name_of(path: Path) -> str:

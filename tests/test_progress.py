@@ -61,7 +61,7 @@ def test_first_line_comes_before_heavy_imports(command):
 
 
 def test_rollout_counts_complete_responses(monkeypatch, tmp_path):
-    """Of all ranks where ticks exchange that, else of this one."""
+    """The count covers all ranks if ticks exchange it, else one rank."""
     lines, forward = set(), RolloutLoop._forward
 
     def counted(self):

@@ -195,7 +195,7 @@ def rows_of_prompt(prompt, count: int = 6):
 
 
 def scenario(ranks, count: int) -> list[list[float]]:
-    """Scores of this rank's rows, some of which it has scored before the end."""
+    """Return the scores of this rank's rows; some are scored before the rollout ends."""
     torch.set_num_threads(1)
     model = classifier("Llama", {**GQA, "vocab_size": 312})
     manager = manager_of(RewardModel(model, tokenizer_of(), 64, "a/model"), ranks)

@@ -140,7 +140,7 @@ def test_tail_batching_saves_time_and_drafts_keep_tokens():
 
 @pytest.mark.parametrize("method", ["none", "bubble+suffix"])
 def test_reward_model_takes_its_share_or_idle_time(method):
-    """Of tokens alone; what is left after a rollout is divided evenly, to one response."""
+    """Scoring costs by tokens alone; the ranks share the rest evenly, up to one response."""
     token_s, workload = 1e-3, make_workload()
     cost = LinearCost(forward_s=0.0, token_s=token_s, position_s=0.0)
     off = {"reward__model_in_idle_time": False}

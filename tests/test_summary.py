@@ -101,7 +101,7 @@ def test_effect_of_drafts_is_told_once_it_is_clear(effect, error, text):
 
 
 def test_drafts_are_told_every_tenth_step(capsys):
-    """Of the steps since; the end has those of the whole run."""
+    """A line covers the ten steps before it; the last one covers the whole run."""
     fields = dict.fromkeys(RunReporter.__dataclass_fields__)
     fields |= {"config": make_config(run__max_steps=30), "history": History(), "hinted": set()}
     reporter = RunReporter(**fields)

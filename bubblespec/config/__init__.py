@@ -8,7 +8,6 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from bubblespec.config.imports import is_model
 from bubblespec.config.keys import (
     EXACT,
     MISSING,
@@ -19,6 +18,7 @@ from bubblespec.config.keys import (
     above,
     at_least,
     at_most,
+    is_model,
     key,
     keys_of,
 )

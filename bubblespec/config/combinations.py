@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from bubblespec.config.imports import last_part
+from bubblespec.config.keys import last_part
 from bubblespec.metrics import row_of
 
 # Sources of drafts that speculative.method may name.

@@ -15,16 +15,6 @@ from typing import Any
 from bubblespec.errors import InputError, is_interrupt, one_line, shown
 
 
-def is_model(path: str) -> bool:
-    """Whether an entry of reward.functions is a folder or hub name, and no dotted path."""
-    return "/" in path
-
-
-def last_part(path: str) -> str:
-    """Return the last part of a dotted path, or of a folder or hub name."""
-    return path.rstrip("/").rpartition("/" if is_model(path) else ".")[2]
-
-
 def import_path(key: str, path: str, example: str) -> Any:
     """Import `package.module.name`, the value of `key`, like `example`. Raises InputError."""
     module_name, _, name = path.rpartition(".")

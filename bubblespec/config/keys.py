@@ -1,4 +1,4 @@
-"""Declarations of configuration keys: bounds of their values, and their class on resume."""
+"""Declarations of configuration keys: bounds and forms of values, and their class on resume."""
 
 import copy
 import dataclasses
@@ -85,3 +85,13 @@ def bound_problems(section: Any, prefix: str = "") -> Iterator[str]:
             elif item is not None and item != "auto":
                 violated = (bound.text for bound in bounds if not bound.holds(item))
                 yield from (f"{key}: {item} must be {text}" for text in islice(violated, 1))
+
+
+def is_model(path: str) -> bool:
+    """Whether an entry of reward.functions is a folder or hub name, and no dotted path."""
+    return "/" in path
+
+
+def last_part(path: str) -> str:
+    """Return the last part of a dotted path, or of a folder or hub name."""
+    return path.rstrip("/").rpartition("/" if is_model(path) else ".")[2]

@@ -1,4 +1,4 @@
-"""Seconds of a batch of whole sequences, learned from those that were timed."""
+"""Cost of batches of whole sequences, fitted to timed ones."""
 
 import numpy as np
 

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from bubblespec.config.imports import last_part
+from bubblespec.config.keys import last_part
 from bubblespec.distributed.ranks import Ranks
 from bubblespec.engine.model import layer_heads, of_layers
 from bubblespec.engine.recurrent import state_numbers
